@@ -1,0 +1,387 @@
+"""The Llama 2 transformer (Touvron et al. 2023, arXiv:2307.09288), read from top to bottom.
+
+Names of modules and parameters are the checkpoint format. The model knows tensors and positions;
+devices, files, tokenizers and random numbers live elsewhere.
+
+Letters in shapes: bsz rows, seqlen new tokens in each, kv_len cache slots that attention reads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llama import kv_cache
+from llama.errors import require
+from llama.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+
+
+@dataclass
+class ModelArgs:
+    """The shape of a model: the keys of `params.json`, and the size of the cache."""
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None  # None: as many as n_heads
+    vocab_size: int = -1  # -1: as the checkpoint's embedding has rows
+    multiple_of: int = 256  # the feed-forward width is rounded up to a multiple of this
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    max_batch_size: int = 32
+    max_seq_len: int = 2048
+    hidden_dim: int | None = None  # the feed-forward width itself, where no rule gives it
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None  # see rope_frequencies
+    sliding_window: int | None = None  # a query sees this many positions, its own included
+    prefill_chunk: int | None = None  # prompts are read in pieces of at most this many tokens
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """The width of the feed-forward layers."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        return feed_forward_width(4 * self.dim, self.multiple_of, self.ffn_dim_multiplier)
+
+    @property
+    def n_slots(self) -> int:
+        """The length of each row of the cache."""
+        return kv_cache.n_slots(self.max_seq_len, self.sliding_window, self.prefill_chunk)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()  # a mean of squares overflows float16
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return x32.type_as(x) * self.weight
+
+
+# Rotary embedding (Su et al. 2021, arXiv:2104.09864): dimensions 2i and 2i + 1 of a head are a
+# point in the plane, which position p turns by the angle p * theta ** (-2i / head_dim). Inside the
+# module it is computed in real numbers, since complex tensors break torch.compile and .to(dtype).
+
+
+def rope_frequencies(
+    head_dim: int,
+    theta: float = 10000.0,
+    scaling: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The angle per position of each pair of dimensions, float32 (head_dim / 2,).
+
+    `scaling` is None, `{"rope_type": "linear", "factor": F}` (every angle F times slower), or
+    `{"rope_type": "llama3", ...}`: slow only the waves that are longer than the context that the
+    model was trained on, and blend in between (Llama 3.1's rule).
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device)[: head_dim // 2].float() / head_dim
+    freqs = 1.0 / (theta**exponents)
+    if scaling is None:
+        return freqs
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return freqs / factor
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a short wave, left as it is
+    return keep * freqs + (1 - keep) * freqs / factor
+
+
+def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> torch.Tensor:
+    """e^(i p f) for every position p < end and frequency f: complex64 (end, dim / 2)."""
+    angles = torch.outer(torch.arange(end).float(), rope_frequencies(dim, theta))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def reshape_for_broadcast(freqs_cis: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """View (seqlen, n) so that it broadcasts against x (bsz, seqlen, ..., n)."""
+    expected = (x.shape[1], x.shape[-1])
+    require(
+        freqs_cis.shape == expected,
+        f"freqs_cis has the shape {tuple(freqs_cis.shape)}, x needs {expected}: "
+        "slice it to the positions of x",
+    )
+    return freqs_cis.view(1, x.shape[1], *[1] * (x.ndim - 3), x.shape[-1])
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of x (bsz, seqlen, n_heads, head_dim); computed in float32.
+
+    `cos`, `sin`: broadcastable to (bsz, seqlen, n_heads, head_dim / 2).
+    """
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
+
+
+def apply_rotary_emb(
+    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn (bsz, seqlen, n_heads, head_dim) queries and keys by freqs_cis (seqlen, head_dim/2)."""
+    freqs_cis = reshape_for_broadcast(freqs_cis, xq[..., ::2])
+    cos, sin = freqs_cis.real, freqs_cis.imag
+    return rotate(xq, cos, sin), rotate(xk, cos, sin)
+
+
+def repeat_kv(x: torch.Tensor, n_rep: int) -> torch.Tensor:
+    """Each head of x (bsz, seqlen, n_kv_heads, head_dim) n_rep times in a row. A copy.
+
+    Attention here does without it; it serves those who write attention out.
+    """
+    return x.repeat_interleave(n_rep, dim=2) if n_rep > 1 else x
+
+
+@dataclass
+class Step:
+    """What every layer needs to know about one forward pass, computed once for all of them."""
+
+    cos: torch.Tensor  # (bsz, seqlen, 1, head_dim / 2), float32
+    sin: torch.Tensor
+    rows: torch.Tensor  # (bsz, 1): the cache rows
+    slots: torch.Tensor  # (bsz, seqlen): where the new keys and values go
+    bias: torch.Tensor  # (bsz, 1, n_rep * seqlen, kv_len): 0 where a key is seen, -inf elsewhere
+
+    @property
+    def kv_len(self) -> int:
+        return self.bias.shape[-1]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over this rank's heads.
+
+    Owns `cache_k` and `cache_v`, (max_batch_size, n_slots, n_local_kv_heads, head_dim), allocated
+    once; they follow `.to()` and are not part of the state dict.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.head_dim = args.head_dim
+        q_dim, kv_dim = args.n_heads * self.head_dim, args.kv_heads * self.head_dim
+        self.wq = ColumnParallelLinear(args.dim, q_dim, gather_output=False)
+        self.wk = ColumnParallelLinear(args.dim, kv_dim, gather_output=False)
+        self.wv = ColumnParallelLinear(args.dim, kv_dim, gather_output=False)
+        self.wo = RowParallelLinear(q_dim, args.dim)
+        self.n_local_heads = self.wq.output_size_per_partition // self.head_dim
+        self.n_local_kv_heads = self.wk.output_size_per_partition // self.head_dim
+        self.n_rep = self.n_local_heads // self.n_local_kv_heads
+        self.allocate_cache()
+
+    def allocate_cache(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        shape = (
+            self.args.max_batch_size,
+            self.args.n_slots,
+            self.n_local_kv_heads,
+            self.head_dim,
+        )
+        for name in ("cache_k", "cache_v"):
+            buffer = torch.zeros(shape, device=device, dtype=dtype)
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x: (bsz, seqlen, dim); returns the same shape."""
+        bsz, seqlen, _ = x.shape
+        xq = self.wq(x).view(bsz, seqlen, self.n_local_heads, self.head_dim)
+        xk = self.wk(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
+        xv = self.wv(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
+        xq, xk = rotate(xq, step.cos, step.sin), rotate(xk, step.cos, step.sin)
+
+        self.cache_k[step.rows, step.slots] = xk
+        self.cache_v[step.rows, step.slots] = xv
+        keys = self.cache_k[:bsz, : step.kv_len].transpose(1, 2)  # (bsz, kv heads, kv_len, hd)
+        values = self.cache_v[:bsz, : step.kv_len].transpose(1, 2)
+
+        # The n_rep queries that share a key head become n_rep * seqlen queries of one head: the
+        # cached heads are not copied, and prefill and decode take the same kernel.
+        groups = (bsz, seqlen, self.n_local_kv_heads, self.n_rep, self.head_dim)
+        xq = xq.view(groups).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        y = F.scaled_dot_product_attention(xq, keys, values, attn_mask=step.bias)
+        y = y.unflatten(2, (self.n_rep, seqlen)).permute(0, 3, 1, 2, 4).flatten(2)
+        return self.wo(y)
+
+
+def feed_forward_width(
+    hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None = None
+) -> int:
+    """Two thirds of `hidden_dim` (three matrices instead of two), scaled, and rounded up."""
+    hidden_dim = int(2 * hidden_dim / 3)
+    if ffn_dim_multiplier is not None:
+        hidden_dim = int(ffn_dim_multiplier * hidden_dim)
+    return multiple_of * math.ceil(hidden_dim / multiple_of)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, w2(silu(w1 x) * w3 x) (Shazeer 2020, arXiv:2002.05202).
+
+    With `multiple_of`, the width is `feed_forward_width(hidden_dim, ...)`, as in the original;
+    without, it is `hidden_dim` itself.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        multiple_of: int | None = None,
+        ffn_dim_multiplier: float | None = None,
+    ) -> None:
+        super().__init__()
+        if multiple_of is not None:
+            hidden_dim = feed_forward_width(hidden_dim, multiple_of, ffn_dim_multiplier)
+        self.w1 = ColumnParallelLinear(dim, hidden_dim, gather_output=False)
+        self.w2 = RowParallelLinear(hidden_dim, dim)
+        self.w3 = ColumnParallelLinear(dim, hidden_dim, gather_output=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, layer_id: int, args: ModelArgs) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+
+    @property
+    def attn(self) -> Attention:
+        """Another name for `attention`."""
+        return self.attention
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        h = x + self.attention(self.attention_norm(x), step)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Transformer(nn.Module):
+    """Token ids to logits. Needs fairscale's model-parallel groups to be initialized.
+
+    Weights are uninitialized memory until a checkpoint is loaded, as in the original.
+    """
+
+    def __init__(self, params: ModelArgs) -> None:
+        super().__init__()
+        self.params = params
+        self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
+        self.tok_embeddings = ParallelEmbedding(params.vocab_size, params.dim)
+        self.layers = nn.ModuleList(TransformerBlock(i, params) for i in range(params.n_layers))
+        self.norm = RMSNorm(params.dim, eps=params.norm_eps)
+        self.output = ColumnParallelLinear(params.dim, params.vocab_size, gather_output=True)
+        self.allocate_state()
+
+    def allocate_state(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Make what is not in a checkpoint: the caches, empty, and the rotary frequencies."""
+        for layer in self.layers:
+            layer.attention.allocate_cache(device, dtype)
+        self._set_rope_freqs(device)
+
+    def _set_rope_freqs(self, device: torch.device | str | None) -> None:
+        args = self.params
+        freqs = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling, device)
+        self.register_buffer("rope_freqs", freqs, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
+        """`.to(dtype)` would round the frequencies, and a late position multiplies the error."""
+        super()._apply(fn, recurse)
+        self._set_rope_freqs(self.rope_freqs.device)
+        return self
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        start_pos: int | torch.Tensor,
+        *,
+        lengths: torch.Tensor | None = None,
+        kv_len: int | None = None,
+        only_last: bool = False,
+    ) -> torch.Tensor:
+        """Read `tokens` (bsz, seqlen) at positions `start_pos` on; returns float32 logits.
+
+        Args:
+            start_pos: the position of each row's first token, an int or (bsz,).
+            lengths: (bsz,), from 1 to seqlen; tokens beyond a row's length are padding, which
+                writes nothing, and whose logits are those of the row's last token.
+            kv_len: how many cache slots attention reads, at least all that are filled. None: as
+                far as an int `start_pos` tells, else all.
+            only_last: logits of each row's last token alone, (bsz, 1, vocab_size) in place of
+                (bsz, seqlen, vocab_size).
+
+        Row i of the batch is row i of the cache. Positions must fit the cache: checked here for
+        an int `start_pos`, and left to the caller for a tensor, whose value may be on a device.
+        """
+        bsz, seqlen = tokens.shape
+        self._check_room(bsz, seqlen, start_pos)
+        if lengths is None:
+            offsets = torch.arange(seqlen, device=tokens.device).expand(bsz, seqlen)
+        else:
+            # Padding repeats the row's last token at its own position, and so computes and writes
+            # once more what stands there.
+            offsets = torch.arange(seqlen, device=tokens.device).minimum(lengths[:, None] - 1)
+            tokens = tokens.gather(1, offsets)
+        if isinstance(start_pos, torch.Tensor):
+            positions = start_pos[:, None] + offsets
+        else:
+            positions = start_pos + offsets
+            kv_len = min(start_pos + seqlen, self.params.n_slots) if kv_len is None else kv_len
+
+        h = self.tok_embeddings(tokens)
+        step = self._step(positions, self.params.n_slots if kv_len is None else kv_len, h.dtype)
+        for layer in self.layers:
+            h = layer(h, step)
+        h = self.norm(h[:, -1:] if only_last else h)
+        return self.output(h).float()
+
+    def _step(self, positions: torch.Tensor, kv_len: int, dtype: torch.dtype) -> Step:
+        """positions: (bsz, seqlen)."""
+        n_slots, window = self.params.n_slots, self.params.sliding_window
+        angles = positions[..., None, None] * self.rope_freqs
+        seen = kv_cache.visible(positions, n_slots, kv_len, window)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        bias.masked_fill_(~seen, float("-inf"))
+        n_rep = self.layers[0].attention.n_rep
+        return Step(
+            cos=angles.cos(),
+            sin=angles.sin(),
+            rows=torch.arange(len(positions), device=positions.device)[:, None],
+            slots=kv_cache.slot_of(positions, n_slots),
+            bias=bias.repeat(1, n_rep, 1)[:, None],
+        )
+
+    def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
+        args = self.params
+        require(
+            bsz <= args.max_batch_size,
+            f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
+            "pass fewer, or build with a larger max_batch_size",
+        )
+        if isinstance(start_pos, torch.Tensor):
+            return
+        end, most = start_pos + seqlen, kv_cache.longest_chunk(args.n_slots, args.sliding_window)
+        require(
+            end <= args.n_slots or seqlen <= most,
+            f"positions {start_pos} to {end - 1}, and the cache has {args.n_slots} slots: "
+            "pass fewer tokens, or build with a larger max_seq_len",
+        )

@@ -1,0 +1,21 @@
+from pathlib import Path
+
+from setuptools import setup
+
+here = Path(__file__).parent
+plot = ["matplotlib"]
+test = ["pytest", "hypothesis", "numpy", "transformers", "ruff", *plot]
+
+setup(
+    name="llama",
+    version="1.0.0",
+    description="The reference inference library for Llama 2: any checkpoint, any machine",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=["llama"],
+    package_data={"llama": ["py.typed", "stories/*"]},
+    install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
+    extras_require={"plot": plot, "test": test},
+)
