@@ -61,6 +61,23 @@ class ModelArgs:
         """The length of each row of the cache."""
         return kv_cache.n_slots(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
+    def weights_bytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
+        """Bytes of the parameters on one rank."""
+        shape = (self.dim, self.n_layers, self.n_heads, self.kv_heads, self.ffn_dim)
+        return kv_cache.weights_bytes(*shape, self.vocab_size, dtype=dtype, ranks=ranks)
+
+    def cache_bytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
+        """Bytes of the whole cache on one rank."""
+        return kv_cache.cache_bytes(
+            self.n_layers,
+            self.kv_heads,
+            self.head_dim,
+            length=self.n_slots,
+            batch=self.max_batch_size,
+            dtype=dtype,
+            ranks=ranks,
+        )
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
