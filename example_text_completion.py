@@ -1,0 +1,72 @@
+"""Continue a few texts.
+
+    torchrun --standalone --nproc_per_node 1 example_text_completion.py \
+        --ckpt_dir llama-2-7b/ --tokenizer_path tokenizer.model
+
+Without a checkpoint the small one that ships with the package is used.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import fire
+
+from llama import Llama
+
+# The shipped model knows small children's stories, and nothing else.
+STORY_PROMPTS = [
+    "Once upon a time",
+    "One day, a little girl named Lily",
+    "Tom and his dog went to the park. They",
+    "The little bird was sad because",
+]
+PROMPTS = [
+    # To be continued freely
+    "The first thing that a visitor to the lighthouse notices is",
+    "In plain words, the second law of thermodynamics says that",
+    # To be continued after the examples
+    """English to Italian:
+
+    bread => pane
+    window => finestra
+    lighthouse =>""",
+    """A function that returns the n-th Fibonacci number:
+
+def fibonacci(n):
+""",
+]
+
+
+def main(
+    ckpt_dir: str | None = None,
+    tokenizer_path: str | None = None,
+    temperature: float = 0.6,
+    top_p: float = 0.9,
+    max_seq_len: int = 128,
+    max_gen_len: int | None = 64,
+    max_batch_size: int = 4,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    seed: int = 1,
+) -> None:
+    """Build a model and print how it continues each prompt."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
+    llama = Llama.build(
+        ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, seed=seed, device=device, dtype=dtype
+    )
+    prompts = STORY_PROMPTS if ckpt_dir is None else PROMPTS
+    results = llama.text_completion(
+        prompts, max_gen_len=max_gen_len, temperature=temperature, top_p=top_p
+    )
+    if llama.rank != 0:
+        return
+    for prompt, result in zip(prompts, results, strict=True):
+        print(prompt)
+        print(f"> {result['generation']}")
+        print("\n==================================\n")
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -1,0 +1,512 @@
+"""Llama: build an instance, then prompts in, tokens or text out.
+
+`_decode` is the only way to the loop in `decoding.py`. `generate` collects it, `stream` passes it
+on, and the text-level calls turn its tokens into text as they come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from llama import checkpoint as checkpoints
+from llama import decoding
+from llama import runtime as runtimes
+from llama.chat import (  # noqa: F401 (callers of the original import these from here)
+    B_INST,
+    B_SYS,
+    E_INST,
+    E_SYS,
+    SPECIAL_TAGS,
+    UNSAFE_ERROR,
+    Dialog,
+    Message,
+    Role,
+    check_dialog,
+    dialog_tokens,
+    has_tags,
+)
+from llama.decoding import FinishReason, Row, Sampling
+from llama.errors import LlamaError, checked_ids, checked_list, require
+from llama.model import ModelArgs, Transformer
+from llama.prefix import CacheRecord
+from llama.sampling import check_sampling, make_generator, sample_top_p  # noqa: F401
+from llama.text import RowText, checked_stops
+from llama.tokenizer import Tokenizer
+
+STORIES = Path(__file__).parent / "stories"  # the checkpoint that ships with the package
+
+
+class CompletionPrediction(TypedDict, total=False):
+    generation: str
+    finish_reason: FinishReason
+    tokens: list[str]  # with logprobs=True; they join to the generated text
+    logprobs: list[float]  # with logprobs=True; one for each of `tokens`
+
+
+class ChatPrediction(TypedDict, total=False):
+    generation: Message
+    finish_reason: FinishReason
+    tokens: list[str]
+    logprobs: list[float]
+
+
+class StreamResult(TypedDict):
+    finish_reasons: list[FinishReason]
+    logprobs: list[list[float]] | None
+
+
+class Llama:
+    """A model, its tokenizer, and the record of what each row of the cache holds.
+
+    Threads that share an instance take turns. `close()`, or leaving a `with` block, frees the
+    weights, the cache, and the process group if `build` made it.
+
+    The arguments that the calls share:
+        max_gen_len: new tokens for each prompt; None: as many as fit `max_seq_len`.
+        temperature: 0 always takes the most likely token.
+        top_p: draw from the smallest set of tokens whose probability exceeds it.
+        logprobs: return natural logarithms of the model's probabilities, before temperature and
+            top_p; position 0 of a prompt has none, and gets 0.
+        echo: begin each answer with its prompt.
+        stop, stop_tokens: texts, or ids, that end an answer as EOS does; not a part of it.
+        seed: of this call's draws; None: the instance's own generator goes on.
+    All raise LlamaError for what they cannot do, with the value, the limit and the remedy.
+    """
+
+    @staticmethod
+    def build(
+        ckpt_dir: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+        max_seq_len: int | None = None,
+        max_batch_size: int | None = None,
+        model_parallel_size: int | None = None,
+        seed: int = 1,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        verbose: bool = True,
+    ) -> Llama:
+        """Load a checkpoint onto this rank.
+
+        Args:
+            ckpt_dir: a folder in Meta's or Hugging Face's layout; None: the one that ships.
+            tokenizer_path: None: `tokenizer.model` in that folder, or in the one above it.
+            max_seq_len: positions in each row of the cache, prompt and answer; None: 512.
+            max_batch_size: rows of the cache; None: 8.
+            model_parallel_size: ranks that share one copy of the model; None: all there are.
+            seed: of the instance's own generator; the global random state is not touched.
+            device: None: CUDA if there is any, else MPS, else the CPU.
+            dtype: None: float16 on CUDA and MPS, float32 on a CPU.
+            verbose: say on rank 0 how long it took.
+        """
+        start = time.monotonic()
+        ckpt_dir = STORIES if ckpt_dir is None else Path(ckpt_dir)
+        checkpoint = checkpoints.open_checkpoint(ckpt_dir)
+        args = ModelArgs(
+            **checkpoint.params,
+            max_seq_len=_size("max_seq_len", max_seq_len, 512),
+            max_batch_size=_size("max_batch_size", max_batch_size, 8),
+        )
+        tokenizer = Tokenizer(_find_tokenizer(ckpt_dir, tokenizer_path))
+        require(
+            tokenizer.n_words <= args.vocab_size,
+            f"the tokenizer has {tokenizer.n_words} pieces, and the checkpoint has embeddings for "
+            f"{args.vocab_size}: pass the tokenizer.model that belongs to the checkpoint",
+        )
+        if checkpoint.context is not None and args.max_seq_len > checkpoint.context:
+            warnings.warn(
+                f"max_seq_len {args.max_seq_len} is beyond the {checkpoint.context} positions that "
+                "the model was made for: answers that reach there are likely to be poor",
+                stacklevel=2,
+            )
+        runtime = runtimes.setup(
+            device=device, dtype=dtype, model_parallel_size=model_parallel_size
+        )
+        try:
+            llama = Llama(_load(args, checkpoint, runtime), tokenizer, seed=seed)
+        except BaseException:
+            runtimes.teardown(runtime)
+            raise
+        llama._runtime = runtime
+        if verbose and runtime.rank == 0:
+            print(f"Loaded in {time.monotonic() - start:.2f} seconds")
+        return llama
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._runtime: runtimes.Runtime | None = None
+        self._seed = seed
+        self._generator = make_generator(self._device, seed)
+        self._record = CacheRecord()
+        self._lock = threading.Lock()
+        self._turn_of: int | None = None  # the thread that holds the lock
+
+    @property
+    def rank(self) -> int:
+        """This process among all that were started; 0 is the one that prints."""
+        return 0 if self._runtime is None else self._runtime.rank
+
+    def __enter__(self) -> Llama:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the weights, the cache, and the groups that `build` made. May be called twice."""
+        if self.model is None:
+            return
+        with self._turn():
+            self.model = None
+            if self._runtime is not None:
+                runtimes.teardown(self._runtime)
+
+    def reset(self) -> None:
+        """Zero the cache and forget what it held."""
+        with self._turn():
+            decoding.clear_cache(self.model, self._record)
+
+    def generate(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        max_gen_len: int | None = None,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        logprobs: bool = False,
+        echo: bool = False,
+        *,
+        stop_tokens: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Continue each of at most `max_batch_size` lists of ids.
+
+        Returns the answers' ids, and their logprobs or None.
+        """
+        rows = self._rows(prompt_tokens, max_gen_len)
+        how = self._sampling(temperature, top_p, seed)
+        stop = self._stop_tokens(stop_tokens)
+        for _ in self._decode(rows, how, stop, logprobs=logprobs, score=logprobs and echo):
+            pass
+        tokens = [row.prompt * echo + row.tokens for row in rows]
+        return tokens, [row.all_logprobs(echo) for row in rows] if logprobs else None
+
+    def stream(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        max_gen_len: int | None = None,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        *,
+        logprobs: bool = False,
+        stop_tokens: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> Generator[list[int | None], None, StreamResult]:
+        """As `generate`, one step at a time: yields the new token of each row.
+
+        None stands for a row that has ended; EOS and stop tokens are not yielded. The iterator's
+        return value tells why each row ended. Until it is exhausted or closed, other threads wait.
+        """
+        rows = self._rows(prompt_tokens, max_gen_len)
+        how = self._sampling(temperature, top_p, seed)
+        return self._stream(rows, how, self._stop_tokens(stop_tokens), logprobs)
+
+    def text_completion(
+        self,
+        prompts: Sequence[str],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        echo: bool = False,
+        *,
+        stop: Sequence[str] | None = None,
+        seed: int | None = None,
+    ) -> list[CompletionPrediction]:
+        """Continue texts, any number of them, in batches of `max_batch_size`."""
+        rows = [
+            self._row(f"prompt {i}", self.tokenizer.encode(prompt, bos=True), max_gen_len)
+            for i, prompt in enumerate(checked_list(prompts, "prompts"))
+        ]
+        require(len(rows) > 0, "there are no prompts: pass at least one text")
+        how = self._sampling(temperature, top_p, seed)
+        texts = self._complete(rows, how, checked_stops(stop), logprobs=logprobs, echo=echo)
+        return [
+            {"generation": text.text, **_details(row, text, logprobs, echo)}
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def chat_completion(
+        self,
+        dialogs: Sequence[Dialog],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        *,
+        stop: Sequence[str] | None = None,
+        seed: int | None = None,
+        allow_tags: bool = False,
+    ) -> list[ChatPrediction]:
+        """Answer dialogs, any number of them, in batches of `max_batch_size`.
+
+        A dialog with a tag of the chat format in a message is answered with UNSAFE_ERROR, unless
+        `allow_tags`.
+        """
+        dialogs = checked_list(dialogs, "dialogs")
+        require(len(dialogs) > 0, "there are no dialogs: pass at least one list of messages")
+        rows = {
+            i: self._dialog_row(i, dialog, max_gen_len)
+            for i, dialog in enumerate(dialogs)
+            if _is_safe(dialog, i, allow_tags)
+        }
+        how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
+        texts = self._complete(list(rows.values()), how, stop, logprobs=logprobs, echo=False)
+        refusal = {"finish_reason": "stop"} | ({"tokens": [], "logprobs": []} if logprobs else {})
+        answers = [(UNSAFE_ERROR, refusal) for _ in dialogs]
+        for (i, row), text in zip(rows.items(), texts, strict=True):
+            answers[i] = text.text, _details(row, text, logprobs, echo=False)
+        return [
+            {"generation": {"role": "assistant", "content": content}, **details}
+            for content, details in answers
+        ]
+
+    def stream_text(
+        self,
+        prompt: str,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        *,
+        stop: Sequence[str] | None = None,
+        seed: int | None = None,
+    ) -> Generator[str, None, CompletionPrediction]:
+        """As `text_completion` for one prompt, in pieces, each as soon as it is certain.
+
+        The pieces join to the generated text; the iterator's return value is the prediction.
+        """
+        row = self._row("the prompt", self.tokenizer.encode(prompt, bos=True), max_gen_len)
+        return self._stream_row(row, self._sampling(temperature, top_p, seed), checked_stops(stop))
+
+    def stream_chat(
+        self,
+        dialog: Dialog,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        *,
+        stop: Sequence[str] | None = None,
+        seed: int | None = None,
+        allow_tags: bool = False,
+    ) -> Generator[str, None, CompletionPrediction]:
+        """As `chat_completion` for one dialog, in pieces, each as soon as it is certain."""
+        how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
+        if not _is_safe(dialog, 0, allow_tags):
+            return _stream_refusal()
+        return self._stream_row(self._dialog_row(0, dialog, max_gen_len), how, stop)
+
+    # From tokens to text.
+
+    def _decode(
+        self,
+        rows: Sequence[Row],
+        how: Sampling,
+        stop_tokens: frozenset[int],
+        *,
+        logprobs: bool,
+        score: bool = False,
+    ) -> Iterator[list[int | None]]:
+        with self._turn():
+            yield from decoding.decode(
+                self.model,
+                self._record,
+                rows,
+                how,
+                n_words=self.tokenizer.n_words,
+                stop_tokens=stop_tokens,
+                logprobs=logprobs,
+                score=score,
+            )
+
+    def _decode_text(
+        self,
+        rows: Sequence[Row],
+        texts: Sequence[RowText],
+        how: Sampling,
+        *,
+        logprobs: bool,
+        score: bool,
+    ) -> Iterator[list[str]]:
+        """Yields the text of each row that has become certain, and last what was held back."""
+        stop_tokens = self._stop_tokens(None)
+        for step in self._decode(rows, how, stop_tokens, logprobs=logprobs, score=score):
+            pieces = []
+            for row, text, token in zip(rows, texts, step, strict=True):
+                pieces.append("" if token is None else text.push(token))
+                if text.stopped:
+                    row.finish_reason = "stop"
+            yield pieces
+        yield [text.finish() for text in texts]
+
+    def _complete(
+        self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
+    ) -> list[RowText]:
+        """The texts of any number of rows."""
+        texts = [RowText(self.tokenizer, stop, row.prompt * echo) for row in rows]
+        size = self._args.max_batch_size
+        for i in range(0, len(rows), size):
+            batch = rows[i : i + size], texts[i : i + size]
+            for _ in self._decode_text(*batch, how, logprobs=logprobs, score=logprobs and echo):
+                pass
+        return texts
+
+    def _stream(
+        self, rows: Sequence[Row], how: Sampling, stop_tokens: frozenset[int], logprobs: bool
+    ) -> Generator[list[int | None], None, StreamResult]:
+        yield from self._decode(rows, how, stop_tokens, logprobs=logprobs)
+        return {
+            "finish_reasons": [row.finish_reason for row in rows],
+            "logprobs": [row.logprobs for row in rows] if logprobs else None,
+        }
+
+    def _stream_row(
+        self, row: Row, how: Sampling, stop: Sequence[str]
+    ) -> Generator[str, None, CompletionPrediction]:
+        text = RowText(self.tokenizer, stop, [])
+        for (piece,) in self._decode_text([row], [text], how, logprobs=False, score=False):
+            if piece:
+                yield piece
+        return {"generation": text.text, **_details(row, text, logprobs=False, echo=False)}
+
+    # What a call asks for, checked.
+
+    @property
+    def _args(self) -> ModelArgs:
+        require(self.model is not None, "this instance is closed: build another")
+        return self.model.params
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.rope_freqs.device
+
+    def _rows(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[Row]:
+        prompts = checked_list(prompts, "prompt_tokens")
+        most = self._args.max_batch_size
+        require(len(prompts) > 0, "there are no prompts: pass at least one list of token ids")
+        require(
+            len(prompts) <= most,
+            f"{len(prompts)} prompts, and max_batch_size is {most}: "
+            "pass fewer at a time, or build with a larger max_batch_size",
+        )
+        return [self._row(f"prompt {i}", ids, max_gen_len) for i, ids in enumerate(prompts)]
+
+    def _dialog_row(self, i: int, dialog: Dialog, max_gen_len: int | None) -> Row:
+        return self._row(f"dialog {i}", dialog_tokens(self.tokenizer, dialog), max_gen_len)
+
+    def _row(self, name: str, ids: Sequence[int], max_gen_len: int | None) -> Row:
+        args = self._args
+        prompt = checked_ids(ids, name, args.vocab_size)
+        room = args.max_seq_len - len(prompt)
+        require(len(prompt) > 0, f"{name} is empty: it needs at least one token, such as BOS")
+        require(
+            room >= 0,
+            f"{name} has {len(prompt)} tokens, and max_seq_len is {args.max_seq_len}: "
+            "shorten it, or build with a larger max_seq_len",
+        )
+        require(
+            max_gen_len is None or (isinstance(max_gen_len, int) and max_gen_len >= 0),
+            f"max_gen_len {max_gen_len!r}: it must be a whole number from 0 on, or None",
+        )
+        return Row(prompt, room if max_gen_len is None else min(max_gen_len, room))
+
+    def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
+        check_sampling(temperature, top_p)
+        self._args  # noqa: B018 (an instance that is closed has no device)
+        if seed is not None:
+            return Sampling(temperature, top_p, make_generator(self._device, seed))
+        if self._generator.device != self._device:  # the caller has moved the model
+            self._generator = make_generator(self._device, self._seed)
+        return Sampling(temperature, top_p, self._generator)
+
+    def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> frozenset[int]:
+        ids = [] if stop_tokens is None else stop_tokens
+        return frozenset(checked_ids(ids, "stop_tokens", self._args.vocab_size)) | {
+            self.tokenizer.eos_id
+        }
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time uses the model and its cache."""
+        thread = threading.get_ident()
+        require(
+            self._turn_of != thread,
+            "a stream of this instance is still open in this thread: exhaust it, or close() it",
+        )
+        with self._lock:
+            self._turn_of = thread
+            try:
+                yield
+            finally:
+                self._turn_of = None
+
+
+def _size(name: str, size: int | None, default: int) -> int:
+    size = default if size is None else size
+    require(
+        isinstance(size, int) and size > 0, f"{name} {size!r}: it must be a whole number above 0"
+    )
+    return size
+
+
+def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
+    if tokenizer_path is not None:
+        return Path(tokenizer_path)
+    for folder in (ckpt_dir, ckpt_dir.parent):
+        if (folder / "tokenizer.model").is_file():
+            return folder / "tokenizer.model"
+    raise LlamaError(
+        f"there is no tokenizer.model in {str(ckpt_dir)!r} nor in the folder above it: "
+        "pass tokenizer_path"
+    )
+
+
+def _load(
+    args: ModelArgs, checkpoint: checkpoints.Checkpoint, runtime: runtimes.Runtime
+) -> Transformer:
+    """This rank's part of the model, on its device."""
+    device, dtype = runtime.device, runtime.dtype
+    checkpoints.require_room(args, device=device, dtype=dtype, ranks=runtime.model_parallel_size)
+    # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
+    with torch.inference_mode(False):
+        with torch.device("meta"):
+            model = Transformer(args)
+        checkpoints.load(model, checkpoint, device=device, dtype=dtype)
+        model.allocate_state(device, dtype)
+    return model.eval()
+
+
+def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:
+    check_dialog(dialog, i)
+    return allow_tags or not has_tags(dialog)
+
+
+def _details(row: Row, text: RowText, logprobs: bool, echo: bool) -> dict:
+    """The keys of a prediction beside its text."""
+    details = {"finish_reason": row.finish_reason}
+    if logprobs:
+        pieces = text.pieces
+        details |= {"tokens": pieces, "logprobs": row.all_logprobs(echo)[: len(pieces)]}
+    return details
+
+
+def _stream_refusal() -> Generator[str, None, CompletionPrediction]:
+    yield UNSAFE_ERROR
+    return {"generation": UNSAFE_ERROR, "finish_reason": "stop"}

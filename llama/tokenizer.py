@@ -1,0 +1,97 @@
+"""Text to token ids and back: SentencePiece, whole or one token at a time."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+
+from llama.errors import LlamaError, require
+from llama.files import looks_like
+
+
+class Tokenizer:
+    """A SentencePiece model, `tokenizer.model`."""
+
+    def __init__(self, model_path: str | Path) -> None:
+        path = Path(model_path)
+        require(
+            path.is_file(),
+            f"{str(path)!r} is not a file: pass the path of the checkpoint's tokenizer.model",
+        )
+        try:
+            self.sp_model = SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            found = looks_like(path) or "not a SentencePiece model, or a damaged one"
+            raise LlamaError(
+                f"{str(path)!r} is {found}: pass the tokenizer.model that came with the checkpoint"
+            ) from error
+        self.n_words: int = self.sp_model.vocab_size()
+        self.bos_id: int = self.sp_model.bos_id()
+        self.eos_id: int = self.sp_model.eos_id()
+        self.pad_id: int = self.sp_model.pad_id()
+
+    def encode(self, s: str, bos: bool = False, eos: bool = False) -> list[int]:
+        """The ids of `s`, between BOS and EOS if asked for. Text never becomes a control id."""
+        require(isinstance(s, str), f"{s!r} is a {type(s).__name__}: the text must be a str")
+        try:
+            s.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise LlamaError(
+                f"the text holds {s[error.start]!r} at index {error.start}, half of a character: "
+                "decode the input with errors='replace'"
+            ) from error
+        return [self.bos_id] * bos + self.sp_model.encode(s) + [self.eos_id] * eos
+
+    def decode(self, t: Sequence[int]) -> str:
+        """The text of ids; BOS and EOS have none, and an incomplete character is U+FFFD."""
+        unknown = next((i for i in t if not 0 <= i < self.n_words), None)
+        require(
+            unknown is None,
+            f"token id {unknown}, and the tokenizer has {self.n_words} pieces: "
+            f"ids go from 0 to {self.n_words - 1}",
+        )
+        return self.sp_model.decode(list(t))
+
+
+class StreamDecoder:
+    """Turns ids into text one by one; the pieces join to exactly what `Tokenizer.decode` gives.
+
+    Two things make a token's text depend on its neighbours: a character may be spelled by several
+    byte pieces, and the space in front of the first word is dropped.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        sp = tokenizer.sp_model
+        byte_ids = {sp.piece_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+        self._byte_of = {id: byte for id, byte in byte_ids.items() if sp.is_byte(id)}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending: list[int] = []  # tokens whose text is not certain yet
+        self._context: list[int] = []  # tokens to decode in front of them
+        self._context_text = ""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now that `token` is known."""
+        self._pending.append(token)
+        if token in self._byte_of:
+            self._utf8.decode(self._byte_of[token])
+            if self._utf8.getstate()[0]:
+                return ""
+        return self.finish()
+
+    def finish(self) -> str:
+        """The text of what is still pending, as it stands."""
+        self._utf8.reset()
+        tokens, self._pending = self._context + self._pending, []
+        text = self._tokenizer.decode(tokens)[len(self._context_text) :]
+        if not self._context_text:
+            # Nothing but a dropped space so far: decode from the start until there is text. Any
+            # token with text will do as a context from then on.
+            self._context, self._context_text = tokens, ""
+            if text:
+                self._context = tokens[-1:]
+                self._context_text = self._tokenizer.decode(self._context)
+        return text
