@@ -1,62 +1,435 @@
-"""Any checkpoint of the Llama 2 family -> this rank's tensors."""
+"""Any checkpoint of the Llama 2 family -> this rank's tensors.
+
+One way for every format, number of files and number of ranks: of each parameter a rank needs an
+interval along one axis. The files are mapped, each of them holds a known part of the whole tensor,
+and where the two overlap is copied once, straight into the wanted dtype and onto the device.
+"""
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairscale.nn.model_parallel import initialize as groups
 from torch import nn
+from tqdm import tqdm
 
-from llama.errors import require
+from llama.config import Config, read_config, read_params
+from llama.errors import LlamaError, require
+from llama.files import map_tensors, read_json
+from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
+
+# The shape of the whole, the axis that ranks and Meta's shards split (None: each has it whole), and
+# the name in a Hugging Face folder. A layer's names have `layers.N.` or `model.layers.N.` in front.
+_OF_THE_MODEL = {
+    "tok_embeddings.weight": (("vocab", "dim"), 1, "model.embed_tokens.weight"),
+    "norm.weight": (("dim",), None, "model.norm.weight"),
+    "output.weight": (("vocab", "dim"), 0, "lm_head.weight"),
+}
+_OF_A_LAYER = {
+    "attention.wq.weight": (("q", "dim"), 0, "self_attn.q_proj.weight"),
+    "attention.wk.weight": (("kv", "dim"), 0, "self_attn.k_proj.weight"),
+    "attention.wv.weight": (("kv", "dim"), 0, "self_attn.v_proj.weight"),
+    "attention.wo.weight": (("dim", "q"), 1, "self_attn.o_proj.weight"),
+    "feed_forward.w1.weight": (("ffn", "dim"), 0, "mlp.gate_proj.weight"),
+    "feed_forward.w2.weight": (("dim", "ffn"), 1, "mlp.down_proj.weight"),
+    "feed_forward.w3.weight": (("ffn", "dim"), 0, "mlp.up_proj.weight"),
+    "attention_norm.weight": (("dim",), None, "input_layernorm.weight"),
+    "ffn_norm.weight": (("dim",), None, "post_attention_layernorm.weight"),
+}
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+_ROTARY = ("attention.wq.weight", "attention.wk.weight")  # see `permute_heads`
+_COMPUTED = re.compile(r"rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but no parameters
+_META_SHARD = re.compile(r"consolidated\.\d\d\.(pth|safetensors)")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Parameter(NamedTuple):
+    shape: tuple[int, ...]
+    axis: int | None
+    hf_name: str
+    rotary: bool  # Hugging Face permutes its rows
+
+
+def parameters(args: ModelArgs) -> dict[str, Parameter]:
+    """Every parameter of the model by name."""
+    q, kv = args.n_heads * args.head_dim, args.kv_heads * args.head_dim
+    sizes = {"vocab": args.vocab_size, "dim": args.dim, "q": q, "kv": kv, "ffn": args.ffn_dim}
+    tables = [("", "", _OF_THE_MODEL)]
+    tables += [(f"layers.{i}.", f"model.layers.{i}.", _OF_A_LAYER) for i in range(args.n_layers)]
+    return {
+        prefix + name: Parameter(
+            tuple(sizes[s] for s in shape), axis, hf_prefix + hf_name, name in _ROTARY
+        )
+        for prefix, hf_prefix, table in tables
+        for name, (shape, axis, hf_name) in table.items()
+    }
+
+
+def permute_heads(rows: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """View the rows of each head, an a x b table, as b x a: (heads, b, a, in_features).
+
+    Meta keeps the two dimensions of a rotary pair side by side, Hugging Face half a head apart: its
+    head is a table of 2 x head_dim / 2, and Meta's one of head_dim / 2 x 2.
+    """
+    return rows.unflatten(0, (-1, a, b)).transpose(1, 2)
+
+
+class Part(NamedTuple):
+    """What one file holds of a parameter."""
+
+    tensor: torch.Tensor  # a view of the mapped file
+    file: Path
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    params: dict[str, Any]  # ModelArgs fields
-    context: int | None  # the context that the checkpoint names
-    tensors: dict[str, torch.Tensor]
+    """An opened checkpoint: its facts, and where its bytes are. No weight has been read yet."""
+
+    path: Path
+    format: str  # "meta" or "hf"
+    files: list[Path]
+    config: Config
+    vocab_size: int  # the rows of the embedding
+    parts: dict[str, list[Part]]  # one for each file that has some of the parameter, in order
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Fields of ModelArgs."""
+        return {**self.config.params, "vocab_size": self.vocab_size}
+
+    @property
+    def context(self) -> int | None:
+        """How many positions the model was trained on, if the checkpoint says so."""
+        return self.config.context
+
+    @cached_property
+    def args(self) -> ModelArgs:
+        return ModelArgs(**self.params)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        return parameters(self.args)
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a parameter."""
+        return self.parameters[name].hf_name if self.format == "hf" else name
+
+    def stored_axis(self, name: str) -> int | None:
+        """The axis along which the files split a parameter."""
+        if name == EMBEDDING and self.parts[name][0].tensor.shape[-1] == self.args.dim:
+            return 0  # Llama 3 splits the vocabulary, Llama 2 the embedding dimension
+        return self.parameters[name].axis
+
+    def read(
+        self,
+        name: str,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        copy: bool = False,
+    ) -> torch.Tensor:
+        """What `rank` of `ranks` needs of a parameter, in `dtype` (None: as it is stored).
+
+        Where nothing has to change, this is a view of the mapped file, unless `copy`.
+        """
+        shape, axis, _, rotary = self.parameters[name]
+        need = [range(n) for n in shape]
+        if axis is not None:
+            n = shape[axis] // ranks
+            need[axis] = range(rank * n, (rank + 1) * n)
+        overlaps = list(self._overlaps(name, need))
+        tensor = overlaps[0][1]
+        device, dtype = torch.device(device), dtype or tensor.dtype
+        permuted = rotary and self.format == "hf"
+        fits = len(overlaps) == 1 and tensor.is_contiguous() and not permuted
+        if fits and not copy and (tensor.device, tensor.dtype) == (device, dtype):
+            return tensor
+        out = torch.empty([len(n) for n in need], dtype=dtype, device=device)
+        for place, tensor in overlaps:
+            if permuted:
+                tensor = permute_heads(tensor, 2, self.args.head_dim // 2)
+            out[place].view(tensor.shape).copy_(tensor)
+        return out
+
+    def _overlaps(
+        self, name: str, need: list[range]
+    ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Of each file that has some of the box `need`: where in the box, and that view of it."""
+        axis, start = self.stored_axis(name), 0
+        for part in self.parts[name] if axis is not None else self.parts[name][:1]:
+            have = [range(n) for n in self.parameters[name].shape]
+            if axis is not None:
+                have[axis] = range(start, start + part.tensor.shape[axis])
+                start = have[axis].stop
+            both = [_common(h, n) for h, n in zip(have, need, strict=True)]
+            if all(both):
+                yield _index(both, need), part.tensor[_index(both, have)]
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _index(box: list[range], outer: list[range]) -> tuple[slice, ...]:
+    """The index of `box` in a tensor that fills `outer`."""
+    pairs = zip(box, outer, strict=True)
+    return tuple(slice(b.start - o.start, b.stop - o.start) for b, o in pairs)
 
 
 def open_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
-    """Recognise the format and read headers only."""
+    """Recognise a folder by what is in it, and check it against what it says of itself.
+
+    Reads JSON and the headers of the weight files; of the weights, at most the norms.
+
+    Raises:
+        LlamaError: the folder holds no checkpoint, or not one whole and consistent checkpoint.
+    """
+    checkpoint = find_checkpoint(ckpt_dir)
+    found = problems(checkpoint)
+    if found:
+        more = f" ({len(found) - 1} more: python -m llama inspect {checkpoint.path})"
+        raise LlamaError(found[0] + more * (len(found) > 1))
+    return checkpoint
+
+
+def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
+    """`open_checkpoint` without the comparison of tensors, which is `problems`."""
     path = Path(ckpt_dir)
-    require(path.is_dir(), f"{path} is no folder: pass the folder that holds the checkpoint")
-    file = path / "consolidated.00.pth"
-    require(file.exists(), f"{path} has no checkpoint")
-    params = json.loads((path / "params.json").read_text())
-    tensors = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
-    tensors.pop("rope.freqs", None)
-    params["vocab_size"] = len(tensors["tok_embeddings.weight"])
-    return Checkpoint(params, params.pop("max_seq_len", None), tensors)
+    require(path.is_dir(), f"{str(path)!r} is no folder: pass the folder that holds the checkpoint")
+    shards = sorted(f for f in path.iterdir() if _META_SHARD.fullmatch(f.name))
+    if shards and (path / "params.json").is_file():
+        return _open_meta(path, shards)
+    if (path / "config.json").is_file():
+        return _open_hf(path)
+    missing = "params.json" if shards else "consolidated.00.pth"
+    require(
+        not shards and not (path / "params.json").is_file(),
+        f"{path / missing} is missing: download it too",
+    )
+    inner = sorted(f.parent for name in ("params", "config") for f in path.glob(f"*/{name}.json"))
+    hint = f"; did you mean {inner[0]}?" if inner else ""
+    raise LlamaError(
+        f"{path} holds no checkpoint, neither params.json with consolidated.00.pth (Meta) nor "
+        f"config.json with model.safetensors (Hugging Face){hint}"
+    )
+
+
+def _open_meta(path: Path, shards: list[Path]) -> Checkpoint:
+    files = [f for f in shards if f.suffix == shards[0].suffix]
+    for i in range(int(files[-1].name.split(".")[1])):
+        file = path / f"consolidated.{i:02d}{files[0].suffix}"
+        require(file in files, f"{file} is missing, and there is {files[-1].name}: download it too")
+    config, parts = read_params(path / "params.json"), _map_all(files)
+    rows, columns = _embedding_shape(parts, EMBEDDING, path)
+    split_rows = columns == ModelArgs(**config.params).dim
+    return Checkpoint(path, "meta", files, config, rows * len(files) if split_rows else rows, parts)
+
+
+def _open_hf(path: Path) -> Checkpoint:
+    config, files = read_config(path / "config.json"), _hf_files(path)
+    by_hf_name = _map_all(files)
+    vocab_size, _ = _embedding_shape(by_hf_name, _OF_THE_MODEL[EMBEDDING][2], path)
+    named = parameters(ModelArgs(**config.params))
+    ours = {parameter.hf_name: name for name, parameter in named.items()}
+    parts = {ours.get(name, name): part for name, part in by_hf_name.items()}
+    if config.tied:
+        parts[OUTPUT] = parts[EMBEDDING]
+    return Checkpoint(path, "hf", files, config, vocab_size, parts)
+
+
+def _hf_files(path: Path) -> list[Path]:
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        single, index = path / f"{stem}{suffix}", path / f"{stem}{suffix}.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            require(isinstance(weight_map, dict), f"{index} has no weight_map: download it again")
+            return sorted({path / str(name) for name in weight_map.values()})
+        require(
+            not any(path.glob(f"{stem}-*{suffix}")),
+            f"{index} is missing, and its weights are there: download it too",
+        )
+    raise LlamaError(
+        f"{path} has a config.json and no weights: download model.safetensors too, or the files "
+        "that model.safetensors.index.json names"
+    )
+
+
+def _map_all(files: list[Path]) -> dict[str, list[Part]]:
+    parts: dict[str, list[Part]] = {}
+    for file in files:
+        for name, tensor in map_tensors(file).items():
+            if not _COMPUTED.fullmatch(name):
+                parts.setdefault(name, []).append(Part(tensor, file))
+    return parts
+
+
+def _embedding_shape(parts: dict[str, list[Part]], name: str, path: Path) -> tuple[int, int]:
+    require(name in parts, f"{name} is missing from {path}: download its files again")
+    tensor, file = parts[name][0]
+    require(tensor.ndim == 2, f"{file}: {name} has {tensor.ndim} dimensions, and must have 2")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def problems(checkpoint: Checkpoint) -> list[str]:
+    """What keeps the files from being the model that they say they are, a sentence each."""
+    found = [
+        f"{checkpoint.stored_name(name)} is missing from {checkpoint.path}: "
+        "download its files again"
+        for name in checkpoint.parameters
+        if name not in checkpoint.parts
+    ]
+    for name, parts in checkpoint.parts.items():
+        if name in checkpoint.parameters:
+            found += _misfits(checkpoint, name, parts)
+        else:
+            found.append(f"{parts[0].file} has {name}, which is not of this model")
+    return found
+
+
+def _misfits(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Iterator[str]:
+    """What is wrong with what the files have of one parameter."""
+    shown, axis = checkpoint.stored_name(name), checkpoint.stored_axis(name)
+    n_parts = len(checkpoint.files) if checkpoint.format == "meta" else 1
+    if len(parts) != n_parts:
+        having = ", ".join(part.file.name for part in parts)
+        yield f"{shown} is in {having} of {checkpoint.path}: it must be in {n_parts}"
+        return
+    needed, first = list(checkpoint.parameters[name].shape), parts[0].tensor
+    if axis is not None:
+        needed[axis] //= n_parts
+    for tensor, file in parts:
+        shape = list(tensor.shape)
+        mixed = f"as in {parts[0].file.name}: the files of two checkpoints are mixed"
+        if tensor.dtype not in DTYPES.values():
+            yield f"{file}: {shown} is {tensor.dtype}, and must be one of {', '.join(DTYPES)}"
+        elif shape != list(first.shape):
+            yield f"{file}: {shown} has the shape {shape}, not {list(first.shape)} {mixed}"
+        elif tensor.dtype != first.dtype:
+            yield f"{file}: {shown} is {tensor.dtype}, not {first.dtype} {mixed}"
+        elif shape != needed:
+            shards = f" in each of {n_parts} shards" * (n_parts > 1)
+            yield f"{file}: {shown} has the shape {shape}, and the model needs {needed}{shards}"
+        # The norms of Llama 3's shards do differ, but only in the third digit.
+        elif axis is None and not torch.allclose(tensor.float(), first.float(), 0.01, 0.01):
+            yield f"{file}: {shown} has not the values {mixed}"
+
+
+def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
+    """Refuse a number of ranks, or of shards, that cannot share the model evenly."""
+    shared = {
+        "heads": args.n_heads,
+        "key/value heads": args.kv_heads,
+        "rows of the feed-forward layers": args.ffn_dim,
+        "rows of the vocabulary": args.vocab_size,
+    }
+    possible = [str(n) for n in range(1, parts) if not any(size % n for size in shared.values())]
+    for what, size in shared.items():
+        require(
+            size % parts == 0,
+            f"{size} {what} do not divide by {parts} {name}: use {', '.join(possible[-4:])}",
+        )
 
 
 def require_room(
-    args: ModelArgs, *, device: torch.device, dtype: torch.dtype, ranks: int = 1
+    args: ModelArgs, *, device: torch.device | str, dtype: torch.dtype, ranks: int = 1
 ) -> None:
-    """Refuse weights and a cache that cannot fit."""
+    """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
+
+    Every rank has to call it: all of them go by the one that has least.
+    """
+    require_split(args, ranks)
+    device = torch.device(device)
+    available = available_bytes(device)
+    if available is None:
+        return
+    if ranks > 1:
+        least = torch.tensor(available, device=device)
+        minimum = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
+        available = int(least) // (ranks if device.type == "cpu" else 1)
+    weights, cache = args.weights_bytes(dtype, ranks), args.cache_bytes(dtype, ranks)
+    require(
+        weights + cache <= available,
+        f"the weights need {format_bytes(weights)} and the cache {format_bytes(cache)} on each of "
+        f"{ranks} ranks, and {device} has {format_bytes(available)} for each: lower max_seq_len "
+        f"({args.max_seq_len}) or max_batch_size ({args.max_batch_size}), or choose a smaller "
+        f"dtype than {str(dtype).removeprefix('torch.')}, or quantize",
+    )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """The memory that can still be had; None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    try:
+        available = 1024 * _number("MemAvailable:", "/proc/meminfo")
+    except OSError:
+        return None  # not Linux
+    for limit, stat, used in _CGROUPS:
+        with suppress(OSError, ValueError):  # the other version, or no limit
+            available = min(available, int(Path(limit).read_text()) - _number(used, stat))
+    return available
+
+
+# Where Linux says how much a container may use, and what it does use: cgroups, version 2 and 1.
+_CGROUPS = [
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat", "anon"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_rss",
+    ),
+]
+
+
+def _number(word: str, file: str) -> int:
+    lines = (line.split() for line in Path(file).read_text().splitlines())
+    return next(int(line[1]) for line in lines if line[0] == word)
 
 
 def load(
     model: Transformer,
     checkpoint: Checkpoint,
     *,
-    device: torch.device,
+    device: torch.device | str,
     dtype: torch.dtype,
     progress: bool = True,
 ) -> None:
-    """Give `model`, built under `torch.device("meta")`, this rank's weights."""
+    """Give `model`, built under `torch.device("meta")`, this rank's weights.
+
+    The caller then makes what is in no checkpoint: `model.allocate_state(device, dtype)`.
+    """
     rank, ranks = groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
-    for name, meta in list(model.named_parameters()):
-        tensor = checkpoint.tensors[name]
-        for axis in range(tensor.ndim):
-            if meta.shape[axis] != tensor.shape[axis]:
-                n = tensor.shape[axis] // ranks
-                tensor = tensor.narrow(axis, rank * n, n)
-        module = model.get_submodule(name.rpartition(".")[0])
-        tensor = tensor.contiguous().to(device=device, dtype=dtype)
-        module.weight = nn.Parameter(tensor, requires_grad=False)
+    require_split(checkpoint.args, ranks)
+    total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    with progress_bar("loading", total, shown=progress and rank == 0) as bar:
+        for name, parameter in list(model.named_parameters()):
+            if name == OUTPUT and checkpoint.config.tied and ranks == 1:
+                tensor = model.tok_embeddings.weight.data
+            else:
+                tensor = checkpoint.read(name, rank, ranks, device=device, dtype=dtype)
+            assert tensor.shape == parameter.shape, (name, tensor.shape, parameter.shape)
+            module = model.get_submodule(name.removesuffix(".weight"))
+            module.weight = nn.Parameter(tensor, requires_grad=False)
+            bar.update(tensor.nbytes)
+
+
+def progress_bar(what: str, total_bytes: int, *, shown: bool = True) -> tqdm:
+    """A bar on standard error, once it has lasted a second, if that is a terminal."""
+    # tqdm's `disable=None` stands for: unless it is a terminal.
+    hidden = None if shown else True
+    return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, delay=1, disable=hidden)
