@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from llama.errors import require
+
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+}
 SCALE_DTYPE = torch.float16  # of the scales of an int8 cache
 DECIMAL_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 BINARY_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -67,6 +73,26 @@ def longest_chunk(n_slots: int, window: int | None) -> int:
     Without a window the ring must not turn: 0.
     """
     return 0 if window is None else max(0, n_slots - window + 1)
+
+
+def check_window(max_seq_len: int, window: int | None, chunk: int | None) -> None:
+    """Refuse what makes no ring."""
+    require(
+        window is None or (isinstance(window, int) and window >= 1),
+        f"sliding_window {window!r}: it must be a whole number above 0, or None for full attention",
+    )
+    require(
+        chunk is None or (isinstance(chunk, int) and 1 <= chunk <= max_seq_len),
+        f"prefill_chunk {chunk!r}: it must be a whole number from 1 to max_seq_len "
+        f"({max_seq_len}), or None to read a prompt in one piece",
+    )
+
+
+def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype that a cache can have, by its name too."""
+    name = str(dtype).removeprefix("torch.")
+    require(name in DTYPES, f"kv_cache_dtype {name!r}: it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 # What it costs. Everything is counted for one rank.

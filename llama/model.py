@@ -41,6 +41,9 @@ class ModelArgs:
     sliding_window: int | None = None  # a query sees this many positions, its own included
     prefill_chunk: int | None = None  # prompts are read in pieces of at most this many tokens
 
+    def __post_init__(self) -> None:
+        kv_cache.check_window(self.max_seq_len, self.sliding_window, self.prefill_chunk)
+
     @property
     def kv_heads(self) -> int:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
@@ -61,10 +64,10 @@ class ModelArgs:
         """The length of each row of the cache."""
         return kv_cache.n_slots(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
-    def weights_bytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
+    def weights_bytes(self, dtype: torch.dtype, ranks: int = 1, *, tied: bool = False) -> int:
         """Bytes of the parameters on one rank."""
         shape = (self.dim, self.n_layers, self.n_heads, self.kv_heads, self.ffn_dim)
-        return kv_cache.weights_bytes(*shape, self.vocab_size, dtype=dtype, ranks=ranks)
+        return kv_cache.weights_bytes(*shape, self.vocab_size, dtype=dtype, ranks=ranks, tied=tied)
 
     def cache_bytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
         """Bytes of the whole cache on one rank."""

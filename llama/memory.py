@@ -1,0 +1,246 @@
+"""What a model needs in memory, and what fits: `python -m llama memory`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from llama import kv_cache
+from llama.checkpoint import open_checkpoint, require_split
+from llama.errors import LlamaError, require
+from llama.kv_cache import format_bytes
+from llama.model import ModelArgs
+
+_FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len")
+# By name; the last number is the context that the model was trained on.
+ARCHITECTURES = {
+    "llama-2-7b": (4096, 32, 32, 32, 11008, 32000, 4096),
+    "llama-2-13b": (5120, 40, 40, 40, 13824, 32000, 4096),
+    "llama-2-70b": (8192, 80, 64, 8, 28672, 32000, 4096),
+    "code-llama-34b": (8192, 48, 64, 8, 22016, 32000, 16384),
+    "tinyllama-1.1b": (2048, 22, 32, 4, 5632, 32000, 2048),
+    "mistral-7b": (4096, 32, 32, 8, 14336, 32000, 32768),
+    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": (8192, 80, 64, 8, 28672, 128256, 131072),
+    "llama-3.1-405b": (16384, 126, 128, 8, 53248, 128256, 131072),
+}
+WINDOWS = {"mistral-7b": 4096}
+WEIGHTS = {name: d for name, d in kv_cache.DTYPES.items() if d.is_floating_point}
+
+
+def architecture(model: str) -> tuple[ModelArgs, bool]:
+    """The shape of a model with one row of its context, and whether its output layer is tied.
+
+    `model` is a known name, or the folder of a checkpoint.
+    """
+    if model in ARCHITECTURES:
+        shape = dict(zip(_FIELDS, ARCHITECTURES[model], strict=True))
+        return ModelArgs(**shape, sliding_window=WINDOWS.get(model), max_batch_size=1), False
+    require(
+        Path(model).is_dir(),
+        f"{model!r} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
+    )
+    checkpoint = open_checkpoint(model)
+    args = replace(checkpoint.args, max_seq_len=checkpoint.context or 4096, max_batch_size=1)
+    return args, checkpoint.config.tied
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model as it is to be built; the sizes are those of one rank."""
+
+    args: ModelArgs
+    dtype: torch.dtype = torch.float16
+    cache_dtype: torch.dtype = torch.float16
+    ranks: int = 1
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name, size in {
+            "max_seq_len": self.args.max_seq_len,
+            "max_batch_size": self.args.max_batch_size,
+            "model_parallel_size": self.ranks,
+        }.items():
+            require(
+                isinstance(size, int) and size >= 1,
+                f"{name} {size!r}: it must be a whole number above 0",
+            )
+        require_split(self.args, self.ranks)
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.args.weights_bytes(self.dtype, self.ranks, tied=self.tied)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.args.cache_bytes(self.cache_dtype, self.ranks)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.cache_bytes // self.args.max_batch_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one position in one row."""
+        return self.row_bytes // self.args.n_slots
+
+
+def memory(
+    model: str,
+    *,
+    max_seq_len: int | None = None,
+    max_batch_size: int = 1,
+    dtype: str = "float16",
+    kv_cache_dtype: str | None = None,
+    model_parallel_size: int = 1,
+    sliding_window: int | None = None,
+    prefill_chunk: int | None = None,
+    budget: str | int | None = None,
+    plot: str | None = None,
+) -> None:
+    """Print what a model needs in memory.
+
+    Args:
+        model: the name of a model, or the folder of a checkpoint.
+        max_seq_len: positions in each row of the cache; default: the model's context.
+        max_batch_size: rows of the cache.
+        dtype: of the weights, float32, bfloat16 or float16.
+        kv_cache_dtype: of the cache, one of these or int8; default: as the weights.
+        model_parallel_size: ranks that share the model.
+        sliding_window: how many positions a query sees; default: what the model says.
+        prefill_chunk: prompts are read in pieces of at most this many tokens.
+        budget: of one rank, such as 24GiB: print also what fits.
+        plot: a file to draw the cache against the weights into, over the length of the context.
+    """
+    require(dtype in WEIGHTS, f"dtype {dtype!r}: it must be one of {', '.join(WEIGHTS)}")
+    args, tied = architecture(model)
+    options = {
+        "max_seq_len": max_seq_len,
+        "sliding_window": sliding_window,
+        "prefill_chunk": prefill_chunk,
+        "max_batch_size": max_batch_size,
+    }
+    args = replace(args, **{name: value for name, value in options.items() if value is not None})
+    cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or dtype)
+    plan = Plan(args, WEIGHTS[dtype], cache_dtype, model_parallel_size, tied)
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    print("\n".join(report(plan, title=model)))
+    if budget_bytes is not None:
+        print("\n".join(what_fits(plan, budget_bytes)))
+    if plot is not None:
+        draw(plan, plot, title=model)
+        print(f"plot: {plot}")
+
+
+def report(plan: Plan, *, title: str) -> Iterator[str]:
+    """The table of sizes, line by line."""
+    args, ranks = plan.args, plan.ranks
+    yield (
+        f"{title}: {args.n_layers} layers, {args.n_heads} heads of {args.head_dim}, "
+        f"{args.kv_heads} for keys and values"
+    )
+    sizes = {
+        f"weights, {_name(plan.dtype)}": plan.weights_bytes,
+        f"cache per token, {_name(plan.cache_dtype)}": plan.token_bytes,
+        f"cache per sequence, {args.n_slots} slots": plan.row_bytes,
+        f"cache, {args.max_batch_size} sequences": plan.cache_bytes,
+        "weights and cache": plan.weights_bytes + plan.cache_bytes,
+    }
+    whole_first = [ranks, 1] if ranks > 1 else [1]
+    if ranks > 1:
+        yield _line("", "in all", f"on each of {ranks} ranks")
+    for label, n_bytes in sizes.items():
+        yield _line(label, *[format_bytes(n * n_bytes) for n in whole_first])
+    yield _line("cache against weights", f"{plan.cache_bytes / plan.weights_bytes:.2f}")
+
+
+def what_fits(plan: Plan, budget_bytes: int) -> Iterator[str]:
+    """The longest context and the largest batch on a rank with `budget_bytes`.
+
+    Raises:
+        LlamaError: not even the weights fit.
+    """
+    args, left = plan.args, budget_bytes - plan.weights_bytes
+    require(
+        left >= 0,
+        f"a budget of {format_bytes(budget_bytes)} is {format_bytes(-left)} less than the weights, "
+        f"{format_bytes(plan.weights_bytes)}: more ranks, or a narrower dtype",
+    )
+    longest = kv_cache.longest_context(
+        left, plan.token_bytes * args.max_batch_size, args.sliding_window, args.prefill_chunk
+    )
+    yield _line("budget", format_bytes(budget_bytes))
+    yield _line("left for the cache", format_bytes(left))
+    yield _line(
+        f"longest context, {args.max_batch_size} sequences",
+        "without end: the window fits" if longest is None else f"{longest} tokens",
+    )
+    yield _line(
+        f"largest batch, {args.n_slots} slots each",
+        f"{kv_cache.largest_batch(left, plan.row_bytes)} sequences",
+    )
+
+
+def draw(plan: Plan, path: str, *, title: str) -> None:
+    """Plot one sequence's cache against the weights, over the context's length."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise LlamaError("a plot needs matplotlib: pip install matplotlib") from error
+    args = plan.args
+    grouped = args.kv_heads if 1 < args.kv_heads < args.n_heads else math.gcd(args.n_heads // 2, 8)
+    window = args.sliding_window or 4096
+    curves = {
+        f"multi-head ({args.n_heads})": (args.n_heads, None),
+        f"grouped-query ({grouped})": (grouped, None),
+        f"grouped-query ({grouped}), window {window}": (grouped, window),
+        "multi-query (1)": (1, None),
+    }
+    lengths = [2**i for i in range(10, 21)]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for label, (n_kv_heads, w) in curves.items():
+        sizes = [
+            kv_cache.cache_bytes(
+                args.n_layers,
+                n_kv_heads,
+                args.head_dim,
+                length=length,
+                dtype=plan.cache_dtype,
+                window=w,
+                chunk=1,
+            )
+            for length in lengths
+        ]
+        axes.plot(lengths, [size / 1e9 for size in sizes], marker=".", label=label)
+    weights = args.weights_bytes(plan.dtype, tied=plan.tied) / 1e9
+    axes.axhline(weights, color="black", linestyle="--", label=f"weights, {_name(plan.dtype)}")
+    axes.set(xlabel="tokens", ylabel="GB", title=f"{title}: cache of one sequence")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def parse_bytes(size: str | int) -> int:
+    """24GiB, 24 GB, 1.5tib or a plain number of bytes."""
+    units = {"": 1, "b": 1}
+    units |= {u.lower(): n for u, n in (kv_cache.DECIMAL_UNITS | kv_cache.BINARY_UNITS).items()}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", str(size).lower())
+    if match is None or match[2] not in units:
+        raise LlamaError(f"{size!r} is no size: write a number and a unit, such as 24GiB or 24GB")
+    return int(float(match[1]) * units[match[2]])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _line(label: str, *columns: str) -> str:
+    return f"{label:34}" + "".join(f"{column:28}" for column in columns).rstrip()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llama import LlamaError
+from llama.memory import ARCHITECTURES, memory, parse_bytes
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What was printed: the words before two spaces -> the rest of the line."""
+    printed = capsys.readouterr().out.splitlines()
+    return {label: rest.strip() for label, _, rest in (line.partition("  ") for line in printed)}
+
+
+def test_the_table_of_a_named_model_holds_weights_token_sequence_and_all(capsys) -> None:
+    memory("llama-2-7b", max_seq_len=2048, max_batch_size=8)
+    table = lines(capsys)
+    assert table["weights, float16"] == "13.48 GB (12.55 GiB)"
+    assert table["cache per token, float16"] == "524.29 kB (512.00 KiB)"
+    assert table["cache per sequence, 2048 slots"] == "1.07 GB (1.00 GiB)"
+    assert table["cache, 8 sequences"] == "8.59 GB (8.00 GiB)"
+    assert table["weights and cache"] == "22.07 GB (20.55 GiB)"
+
+
+def test_with_several_ranks_the_table_has_a_column_for_each_of_them(capsys) -> None:
+    memory("llama-2-70b", model_parallel_size=8)
+    whole, rank = lines(capsys)["cache, 1 sequences"].split("   ", 1)
+    assert whole == "1.34 GB (1.25 GiB)"
+    assert rank.strip() == "167.77 MB (160.00 MiB)"
+
+
+def test_a_quantised_cache_and_a_window_take_less(capsys) -> None:
+    memory("mistral-7b", prefill_chunk=512, kv_cache_dtype="int8")
+    table = lines(capsys)
+    # 2 * 32 layers * 8 heads * (128 + 2) bytes; 4096 + 512 - 1 slots.
+    assert table["cache per token, int8"] == "66.56 kB (65.00 KiB)"
+    assert "cache per sequence, 4607 slots" in table
+
+
+def test_a_budget_tells_the_longest_context_and_the_largest_batch(capsys) -> None:
+    memory("llama-2-7b", max_seq_len=2048, max_batch_size=4, budget="24GiB")
+    table = lines(capsys)
+    assert table["left for the cache"] == "12.29 GB (11.45 GiB)"
+    assert table["longest context, 4 sequences"] == "5861 tokens"
+    assert table["largest batch, 2048 slots each"] == "11 sequences"
+
+
+def test_with_a_window_that_fits_the_context_has_no_end(capsys) -> None:
+    memory("mistral-7b", budget="24GiB")
+    assert lines(capsys)["longest context, 1 sequences"].startswith("without end")
+
+
+def test_a_budget_below_the_weights_is_refused_with_what_is_missing() -> None:
+    missing = r"10.00 GB \(9.31 GiB\) is 3.48 GB \(3.24 GiB\) less than the weights"
+    with pytest.raises(LlamaError, match=missing):
+        memory("llama-2-7b", budget="10GB")
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(LlamaError, match=f"'gpt-2' .*: {', '.join(ARCHITECTURES)}"):
+        memory("gpt-2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8': it must be one of float32, bfloat16, float16"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype 'int4'"),
+        ({"sliding_window": 0}, "sliding_window 0"),
+        ({"prefill_chunk": 5000}, r"prefill_chunk 5000: .*\(4096\)"),
+        ({"model_parallel_size": 3}, "32 heads do not divide by 3 ranks"),
+        ({"max_batch_size": 0}, "max_batch_size 0"),
+        ({"max_seq_len": -1}, "max_seq_len -1"),
+        ({"model_parallel_size": 0}, "model_parallel_size 0"),
+        ({"budget": "24 Gigs"}, "'24 Gigs' is no size"),
+    ],
+)
+def test_an_option_without_meaning_is_refused(options, message) -> None:
+    with pytest.raises(LlamaError, match=message):
+        memory("llama-2-7b", **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), (7, 7), ("7B", 7), ("2kB", 2000)],
+)
+def test_a_size_is_read_with_any_unit(text, n_bytes) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("model", ["llama-2-7b", "mistral-7b", "tinyllama-1.1b"])
+def test_a_plot_is_drawn(model, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    memory(model, plot=str(tmp_path / "cache.png"))
+    assert (tmp_path / "cache.png").read_bytes().startswith(b"\x89PNG")
