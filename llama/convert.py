@@ -1,0 +1,207 @@
+"""A checkpoint written in another format, in another dtype, or in another number of files.
+
+It is read through `Checkpoint.read`, as a number of ranks would, one rank for each file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from llama.checkpoint import (
+    DTYPES,
+    EMBEDDING,
+    OUTPUT,
+    Checkpoint,
+    open_checkpoint,
+    permute_heads,
+    progress_bar,
+    require_split,
+)
+from llama.config import to_config, to_params
+from llama.errors import LlamaError, require
+from llama.files import read_json
+from llama.kv_cache import format_bytes
+
+_FACTS = ("params.json", "config.json")
+# What lies beside the weights, and is the same in both formats.
+_COMPANIONS = [
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+]
+
+
+def convert(
+    src: str, dst: str, *, to: str, shards: int = 1, dtype: str | None = None, force: bool = False
+) -> None:
+    """Write the checkpoint in SRC to the folder DST.
+
+    Needs memory for the largest of the files that it writes.
+
+    Args:
+        src: a folder in Meta's or Hugging Face's layout.
+        dst: the folder to make; whoever sees it sees the whole checkpoint.
+        to: the layout to write, meta or hf.
+        shards: how many weight files to write.
+        dtype: float32, float16 or bfloat16; default: each tensor as it is stored.
+        force: replace a checkpoint that is in DST, all of the folder.
+    """
+    require(to in _WRITERS, f"--to {to!r}: it must be one of {', '.join(_WRITERS)}")
+    require(isinstance(shards, int) and shards > 0, f"--shards {shards!r}: it must be 1 or more")
+    known = dtype is None or dtype in DTYPES
+    require(known, f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    checkpoint, target = open_checkpoint(str(src)), Path(str(dst)).resolve()
+    _require_replaceable(target, checkpoint.path.resolve(), force)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype])
+    _require_disk(target.parent, job.total_bytes)
+    try:
+        partial.mkdir()
+        with progress_bar("writing", job.total_bytes) as bar:
+            _WRITERS[to](job, bar)
+        _copy_companions(checkpoint.path, partial)
+        _swap_in(partial, target)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save: a RuntimeError
+        raise LlamaError(
+            f"{target} could not be written, and nothing was changed: check the room on the disk "
+            f"({format_bytes(job.total_bytes)} are needed)"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Job(NamedTuple):
+    checkpoint: Checkpoint
+    folder: Path
+    shards: int
+    dtype: torch.dtype | None
+
+    @property
+    def total_bytes(self) -> int:
+        parameters = self.checkpoint.parameters.items()
+        return sum(math.prod(p.shape) * self.dtype_of(name).itemsize for name, p in parameters)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.dtype or self.checkpoint.parts[name][0].tensor.dtype
+
+
+def _write_meta(job: _Job, bar: tqdm) -> None:
+    checkpoint, config = job.checkpoint, job.checkpoint.config
+    require_split(checkpoint.args, job.shards, "shards")
+    if checkpoint.format == "meta":
+        shutil.copyfile(checkpoint.path / "params.json", job.folder / "params.json")
+    else:
+        _write_json(job.folder / "params.json", to_params(checkpoint.params, config.context))
+    for rank in range(job.shards):
+        shard = {}
+        for name in checkpoint.parameters:
+            # A copy, since torch.save would write all of the file that a view belongs to.
+            shard[name] = checkpoint.read(name, rank, job.shards, dtype=job.dtype, copy=True)
+            bar.update(shard[name].nbytes)
+        torch.save(shard, job.folder / f"consolidated.{rank:02d}.pth")
+
+
+def _write_hf(job: _Job, bar: tqdm) -> None:
+    checkpoint = job.checkpoint
+    # Meta's layout has no word for a tied output layer: it is equal to the embedding.
+    tied = checkpoint.config.tied or torch.equal(
+        checkpoint.read(EMBEDDING), checkpoint.read(OUTPUT)
+    )
+    names = [name for name in checkpoint.parameters if not (tied and name == OUTPUT)]
+    n = job.shards
+    require(n <= len(names), f"--shards {n}: there are {len(names)} tensors")
+    _write_json(job.folder / "config.json", _config(job, tied))
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for i in range(n):
+        file = "model.safetensors" if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
+        shard = {}
+        for name in names[i * len(names) // n : (i + 1) * len(names) // n]:
+            hf_name = checkpoint.parameters[name].hf_name
+            shard[hf_name] = _hf_tensor(job, name)
+            weight_map[hf_name] = file
+            total_bytes += shard[hf_name].nbytes
+            bar.update(shard[hf_name].nbytes)
+        save_file(shard, job.folder / file, metadata={"format": "pt"})
+        shutil.copymode(job.folder / "config.json", job.folder / file)  # not for the owner alone
+    if n > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(job.folder / "model.safetensors.index.json", index)
+
+
+_WRITERS = {"meta": _write_meta, "hf": _write_hf}
+
+
+def _hf_tensor(job: _Job, name: str) -> torch.Tensor:
+    tensor = job.checkpoint.read(name, dtype=job.dtype)
+    if job.checkpoint.parameters[name].rotary:
+        return permute_heads(tensor, job.checkpoint.args.head_dim // 2, 2).flatten(0, 2)
+    return tensor
+
+
+def _config(job: _Job, tied: bool) -> dict[str, Any]:
+    checkpoint = job.checkpoint
+    dtype = str(job.dtype_of(EMBEDDING)).removeprefix("torch.")
+    if checkpoint.format == "meta":
+        return to_config(checkpoint.params, checkpoint.context, tied=tied, dtype=dtype)
+    return read_json(checkpoint.path / "config.json") | {
+        "vocab_size": checkpoint.vocab_size,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the same, for transformers before 4.56
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_companions(src: Path, dst: Path) -> None:
+    for name in _COMPANIONS:
+        # Meta's folders share the tokenizer of the folder above them.
+        for folder in (src, src.parent) if name == "tokenizer.model" else (src,):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, dst / name)
+                break
+
+
+def _require_replaceable(target: Path, src: Path, force: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    require(force, f"{target} exists: choose another folder, or replace it with --force")
+    require(
+        target not in src.parents and any((target / f).is_file() for f in _FACTS),
+        f"{target} is more than a checkpoint's folder, and --force would remove it: "
+        "choose another folder",
+    )
+
+
+def _require_disk(folder: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    require(
+        needed_bytes <= free,
+        f"{folder} has {format_bytes(free)} of room, and {format_bytes(needed_bytes)} are needed: "
+        "make room, choose another disk, or a smaller --dtype",
+    )
+
+
+def _swap_in(partial: Path, target: Path) -> None:
+    """Rename, never write over: somebody may have the old files mapped."""
+    old = partial.with_suffix(".old")
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
