@@ -1,0 +1,408 @@
+"""Device, dtype and process group: set-up and teardown.
+
+Groups live as long as the process or the last runtime that uses them, and belong to whoever made
+them: what the caller made is used and left alone, what is made here is counted and released.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.model_parallel import initialize as groups
+
+from llama.errors import LlamaError, require
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher sets
+CONNECT_S = 60  # ranks of one launch start within seconds; nobody needs longer to answer a call
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """Where this rank computes, and its place among the others."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int  # of all ranks
+    world_size: int
+    model_parallel_rank: int  # among the ranks that share one copy of the model
+    model_parallel_size: int
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the model this rank works for."""
+        return self.rank // self.model_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        return self.world_size // self.model_parallel_size
+
+
+def setup(
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    model_parallel_size: int | None = None,
+    timeout_s: float = 600,
+    arguments: Mapping[str, Any] | None = None,
+) -> Runtime:
+    """Find this rank's device and dtype, and make the groups that the caller has not made.
+
+    Args:
+        device: None: CUDA if there is any, else MPS for a process alone, else the CPU.
+        dtype: None: float16 on CUDA and MPS, float32 on a CPU.
+        model_parallel_size: ranks that share one copy of the model; None: all there are.
+        timeout_s: how long a rank waits for another one.
+        arguments: whatever else must be the same on every rank.
+
+    Raises:
+        LlamaError: with the value, the limit and the remedy.
+    """
+    require(timeout_s > 0, f"timeout_s {timeout_s}: it must be above 0 seconds")
+    with _lock:
+        launch = None if dist.is_initialized() else _launch()
+        world_size = dist.get_world_size() if launch is None else launch.world_size
+        device = resolve_device(device, alone=world_size == 1)
+        dtype = resolve_dtype(dtype, device)
+        if device.type == "cuda" and world_size > 1:
+            torch.cuda.set_device(device)  # as the original does; NCCL's calls look there too
+        try:
+            if launch is not None:
+                _made.start_world(launch, device, timeout_s)
+            arguments = {"model_parallel_size": model_parallel_size, **(arguments or {})}
+            check_same(arguments)
+            _made.start_groups(model_parallel_size, device)
+        except BaseException:
+            if not _users:
+                _made.release()
+            raise
+        runtime = Runtime(
+            device=device,
+            dtype=dtype,
+            rank=dist.get_rank(),
+            world_size=world_size,
+            model_parallel_rank=groups.get_model_parallel_rank(),
+            model_parallel_size=groups.get_model_parallel_world_size(),
+        )
+        _users.add(runtime)
+        return runtime
+
+
+def teardown(runtime: Runtime) -> None:
+    """Give up `runtime`; with the last one go the groups that were made here."""
+    with _lock:
+        _users.discard(runtime)
+        if not _users:
+            _made.release()
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """`dtype`, or what `device` is good at. The same on every CPU, so that answers are too."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.float16
+    known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    require(
+        known in DTYPES.values(),
+        f"dtype {str(dtype)!r} is unknown: pass one of {', '.join(DTYPES)}",
+    )
+    return known
+
+
+def resolve_device(device: str | torch.device | None, *, alone: bool = True) -> torch.device:
+    """`device`, or the best that is here; `cuda` is the one that LOCAL_RANK counts to.
+
+    `alone`: whether this is the only rank. MPS tensors cannot be sent to another one.
+    """
+    if device is None:
+        mps = alone and torch.backends.mps.is_available()
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LlamaError(
+            f"device {str(device)!r} is unknown: pass 'cpu', 'mps', 'cuda' or 'cuda:N'"
+        ) from error
+    require(
+        found.type in ("cpu", "cuda", "mps"),
+        f"device {str(device)!r} is not supported: pass 'cpu', 'mps', 'cuda' or 'cuda:N'",
+    )
+    if found.type == "cuda":
+        return _cuda_device(found)
+    if found.type == "mps":
+        require(torch.backends.mps.is_available(), "device 'mps' is not available here: pass 'cpu'")
+        require(alone, "device 'mps' serves one process alone: pass 'cpu' to use several")
+    return torch.device(found.type)
+
+
+def _cuda_device(device: torch.device) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    require(count > 0, f"device '{device}' is not available: torch finds no GPU: pass 'cpu'")
+    index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
+    require(
+        index < count,
+        f"device 'cuda:{index}', and this machine has {count}: start at most {count} processes "
+        "on it, or pass device='cpu'",
+    )
+    return torch.device("cuda", index)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on `device`; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    machine_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([machine_bytes, *_cgroup_bytes(Path("/sys/fs/cgroup"))])
+
+
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    """What the container that this process runs in may still take, where it has a limit."""
+    for folder, limit, usage in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            limit_bytes = int((folder / limit).read_text())
+            used_bytes = int((folder / usage).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        # The file cache counts as usage, and goes when memory is needed.
+        yield max(0, limit_bytes - used_bytes + int(stat.get("inactive_file", 0)))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher's environment says; `address` is None for a process alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    address: str | None = None
+
+
+def _launch() -> Launch:
+    found = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
+    if not found:
+        return Launch()
+    missing = [name for name in LAUNCHER if name not in found]
+    remedy = f"start with torchrun, or unset {', '.join(found)} to run as one process"
+    require(not missing, f"{', '.join(found)} set without {', '.join(missing)}: {remedy}")
+    try:
+        rank, world_size = int(found["RANK"]), int(found["WORLD_SIZE"])
+        int(found["MASTER_PORT"])
+    except ValueError as error:
+        raise LlamaError(f"{found} are not the numbers of a launch: {remedy}") from error
+    require(0 <= rank < world_size, f"RANK={rank} with WORLD_SIZE={world_size}: {remedy}")
+    if world_size == 1:
+        return Launch()
+    return Launch(rank, world_size, f"{found['MASTER_ADDR']}:{found['MASTER_PORT']}")
+
+
+class _Made:
+    """The groups that were made here, and not by the caller."""
+
+    def __init__(self) -> None:
+        self.world: dist.ProcessGroup | None = None
+        self.groups: list[dist.ProcessGroup] = []
+        self.launches = 0  # counts equally on every rank, and keeps the keys of two launches apart
+
+    def start_world(self, launch: Launch, device: torch.device, timeout_s: float) -> None:
+        if self.launches == 0:
+            atexit.register(self.release)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = _meet(launch, backend, timeout_s, f"llama/{self.launches}")
+        self.launches += 1
+        hook = sys.excepthook
+        with _loopback(launch.world_size):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        self.world = dist.group.WORLD
+        if launch.world_size == 1:
+            sys.excepthook = hook  # torch's puts "[rank0]: " before each line of a traceback
+
+    def start_groups(self, model_parallel_size: int | None, device: torch.device) -> None:
+        world_size = dist.get_world_size()
+        if groups.model_parallel_is_initialized():
+            size = groups.get_model_parallel_world_size()
+            require(
+                model_parallel_size in (None, size),
+                f"model_parallel_size {model_parallel_size}, and this process already has groups "
+                f"of {size}: pass {size}, or close what uses them first",
+            )
+        else:
+            size = _model_parallel_size(model_parallel_size, world_size)
+            with _loopback(world_size), _silent_fairscale():
+                groups.initialize_model_parallel(size)
+            self.groups = [
+                groups.get_data_parallel_group(),
+                groups.get_model_parallel_group(),
+                groups.get_pipeline_parallel_group(),
+            ]
+        backend = dist.get_backend(groups.get_model_parallel_group())
+        require(
+            size == 1 or device.type == "cuda" or backend != "nccl",
+            f"device '{device}', and the process group is one of nccl, which serves GPUs only: "
+            "pass device='cuda', or make the group with gloo",
+        )
+
+    def release(self) -> None:
+        made, self.groups = self.groups, []
+        if (
+            made
+            and groups.model_parallel_is_initialized()
+            and groups.get_model_parallel_group() in made
+        ):
+            groups.destroy_model_parallel()
+        world, self.world = self.world, None
+        if not dist.is_initialized():
+            return
+        if world is not None and world is dist.group.WORLD:
+            dist.destroy_process_group()
+        elif world is None:
+            for group in made:
+                dist.destroy_process_group(group)
+
+
+_lock = threading.RLock()
+_made = _Made()
+_users: set[Runtime] = set()
+
+
+def _model_parallel_size(size: int | None, world_size: int) -> int:
+    if size is None:
+        return world_size
+    require(
+        isinstance(size, int) and size > 0,
+        f"model_parallel_size {size!r}: it must be a whole number above 0",
+    )
+    require(
+        size <= world_size,
+        f"model_parallel_size {size} needs as many processes, and there are {world_size}: "
+        f"start with torchrun --nproc_per_node {size}, or leave model_parallel_size out",
+    )
+    require(
+        world_size % size == 0,
+        f"model_parallel_size {size} does not divide the {world_size} processes: "
+        "start a multiple of it",
+    )
+    return size
+
+
+def _meet(launch: Launch, backend: str, timeout_s: float, prefix: str) -> dist.Store:
+    """A store that every rank has come to."""
+    if launch.address is None:
+        return dist.HashStore()
+    connect_s = min(timeout_s, CONNECT_S)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=connect_s)))
+    except (RuntimeError, ValueError) as error:
+        raise LlamaError(
+            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, and within "
+            f"{connect_s:g} s the ranks did not meet at {launch.address}: start all of them with "
+            f"torchrun, or unset {', '.join(LAUNCHER)} to run as one process"
+        ) from error
+    store = dist.PrefixStore(prefix, store)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    keys = [f"backend of {rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], backend)
+    try:
+        store.wait(keys)
+    except RuntimeError as error:
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise LlamaError(
+            f"rank {launch.rank} waited {timeout_s:g} s in build for {_ranks(absent)}: "
+            "see what they say, and call build on every rank"
+        ) from error
+    backends = [store.get(key).decode() for key in keys]
+    _require_same("the backend", backends, "give every rank the same kind of device")
+    return store
+
+
+def check_same(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that are not the same on every rank, and name the one that differs."""
+    if dist.get_world_size() == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
+    for name in arguments:
+        values = [others.get(name) for others in everyone]
+        _require_same(name, values, "start every rank with the same arguments")
+
+
+def _require_same(name: str, values: list[Any], remedy: str) -> None:
+    differs = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    require(
+        differs is None,
+        f"{name} is {values[0]} on rank 0 and {values[differs or 0]} on rank {differs}: {remedy}",
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+@contextmanager
+def _silent_fairscale() -> Iterator[None]:
+    """fairscale announces its groups on standard output, which belongs to the caller.
+
+    Its module gets a `print` of its own for the time, so that `sys.stdout` stays as it is.
+    """
+    vars(groups)["print"] = lambda *_: None
+    try:
+        yield
+    finally:
+        del vars(groups)["print"]
+
+
+@contextmanager
+def _loopback(world_size: int) -> Iterator[None]:
+    """Make gloo listen on the loopback interface only, where all ranks are on this machine.
+
+    Without this gloo takes the interface that the host's name resolves to, if it does. It reads
+    the variable when a group is made, and cannot be told otherwise for the groups that fairscale
+    makes; the variable is put back at once. With several ranks, the user's choice goes first.
+    """
+    variable = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(variable)
+    here = before is None and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else ()
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is None or not (world_size == 1 or here):
+        yield
+        return
+    os.environ[variable] = loopback
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
