@@ -284,18 +284,17 @@ def _embedding_shape(parts: dict[str, list[Part]], name: str, path: Path) -> tup
 
 def problems(checkpoint: Checkpoint) -> list[str]:
     """What keeps the files from being the model that they say they are, a sentence each."""
-    found = [
-        f"{checkpoint.stored_name(name)} is missing from {checkpoint.path}: "
-        "download its files again"
-        for name in checkpoint.parameters
-        if name not in checkpoint.parts
-    ]
+    found = []
     for name, parts in checkpoint.parts.items():
         if name in checkpoint.parameters:
             found += _misfits(checkpoint, name, parts)
         else:
             found.append(f"{parts[0].file} has {name}, which is not of this model")
-    return found
+    missing = [name for name in checkpoint.parameters if name not in checkpoint.parts]
+    return found + [
+        f"{checkpoint.stored_name(name)} is missing from {checkpoint.path}: download it again"
+        for name in missing
+    ]
 
 
 def _misfits(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Iterator[str]:
@@ -304,7 +303,8 @@ def _misfits(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Iterator[s
     n_parts = len(checkpoint.files) if checkpoint.format == "meta" else 1
     if len(parts) != n_parts:
         having = ", ".join(part.file.name for part in parts)
-        yield f"{shown} is in {having} of {checkpoint.path}: it must be in {n_parts}"
+        files = "1 file" if n_parts == 1 else f"{n_parts} files"
+        yield f"{shown} is in {having} of {checkpoint.path}: it must be in {files}"
         return
     needed, first = list(checkpoint.parameters[name].shape), parts[0].tensor
     if axis is not None:

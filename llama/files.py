@@ -16,11 +16,11 @@ from llama.errors import LlamaError, require
 # What a file looks like, by how it begins. The first match counts.
 _ZIP, _PICKLE, _SAFETENSORS = "a zip archive", "a pickle", "a safetensors file"
 _BEGINNINGS = {
+    _SAFETENSORS: rb".{6}\x00\x00\s*\{\s*\"",  # any length, and then JSON
     "a git-lfs pointer (`git lfs pull` gets the file)": rb"version https://git-lfs",
     "an HTML page (a failed download)": rb"(?i)\s*<(!doctype|html|\?xml)",
     _ZIP: rb"PK\x03\x04",
     _PICKLE: rb"\x80[\x02-\x05]",
-    _SAFETENSORS: rb".{6}\x00\x00\s*\{\s*\"",
     "a tiktoken file": rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n",
     "JSON": rb"(\xef\xbb\xbf)?\s*[\[{]\s*[\"{\[\]}]",
     "a file of zeros (an unfinished download)": rb"\x00{16}",

@@ -1,0 +1,550 @@
+"""Loading: formats, shards and ranks, memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from checkpoints import HIDDEN, VOCAB, hf_logits, hf_model, split, weights, write_meta
+from conftest import ATOL, GOLDEN
+from fairscale.nn.model_parallel import initialize as groups
+from safetensors.torch import load_file, save_file
+
+from llama import Llama, LlamaError, Tokenizer
+from llama import checkpoint as checkpoints
+from llama.checkpoint import (
+    Checkpoint,
+    available_bytes,
+    load,
+    open_checkpoint,
+    progress_bar,
+    require_room,
+    require_split,
+)
+from llama.config import read_config
+from llama.files import looks_like
+from llama.generation import STORIES
+from llama.model import ModelArgs, Transformer
+
+TOKENIZER = GOLDEN / "rand_gqa" / "tokenizer.model"
+CPU = torch.device("cpu")
+TOKENS = torch.randint(VOCAB, (1, 200), generator=torch.Generator().manual_seed(1))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def built(folder: Path, **options: Any) -> Llama:
+    sizes = {"max_seq_len": 256, "max_batch_size": 2, "dtype": "float32", "verbose": False}
+    return Llama.build(folder, TOKENIZER, **{**sizes, **options})
+
+
+def logits_of(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with built(folder) as llama:
+        return llama.model(tokens, 0)
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    """Change keys of a JSON file; None removes one."""
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+# Formats
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        ({"rope_theta": 1e6}, {}),
+        ({"tie_word_embeddings": True}, {}),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {}),
+        ({"rope_scaling": LLAMA3, "rope_theta": 5e5}, {}),
+        ({"rms_norm_eps": 1e-2}, {"max_shard_size": "100KB"}),
+        ({"model_type": "mistral", "sliding_window": 50}, {}),
+    ],
+    ids=["theta", "tied", "linear", "llama3", "several_files", "window"],
+)
+def test_a_hugging_face_folder_gives_the_logits_of_transformers(
+    config: dict, how: dict, tmp_path: Path
+) -> None:
+    model = hf_model(**config)
+    model.save_pretrained(tmp_path, **how)
+    assert len(list(tmp_path.glob("*.safetensors"))) == (6 if how else 1)
+    torch.testing.assert_close(logits_of(tmp_path), hf_logits(model, TOKENS), atol=ATOL, rtol=0)
+
+
+def test_pickled_hugging_face_weights_load_as_well(tmp_path: Path) -> None:
+    model = hf_model()
+    model.config.save_pretrained(tmp_path)
+    state = model.state_dict()
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # as older versions wrote
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    torch.testing.assert_close(logits_of(tmp_path), hf_logits(model, TOKENS), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("dialect", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+def test_both_dialects_of_rope_scaling_are_understood(
+    dialect: str, scaling: dict, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    hf_model().config.save_pretrained(tmp_path)
+    if dialect == "rope_parameters":
+        rewrite(file, rope_parameters={"rope_type": "default", "rope_theta": 5e5, **scaling})
+    else:
+        old = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+        rewrite(file, rope_parameters=None, rope_theta=5e5, rope_scaling=old)
+    params = read_config(file).params
+    assert (params["rope_theta"], params.get("rope_scaling", {})) == (5e5, scaling)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, None),
+        ({"use_scaled_rope": False}, None),
+        ({"use_scaled_rope": True}, {**LLAMA3, "original_max_position_embeddings": 8192}),
+        ({"rope_scaling": LLAMA3}, LLAMA3),
+    ],
+)
+def test_params_json_names_its_rope_scaling(params: dict, expected: Any, tmp_path: Path) -> None:
+    folder = write_meta(tmp_path / "m", max_seq_len=2048, rope_theta=5e5, **params)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.args.rope_scaling == expected
+    assert (checkpoint.args.rope_theta, checkpoint.context) == (5e5, 2048)
+
+
+def test_meta_folders_of_every_kind_hold_the_same_model(tmp_path: Path) -> None:
+    state = weights()
+    expected = logits_of(write_meta(tmp_path / "one", state))
+    stray = {**state, "rope.freqs": torch.ones(4)}
+    for name, folder in {
+        "safetensors": write_meta(tmp_path / "a", state, shards=2, suffix="safetensors"),
+        "vocabulary split, as in Llama 3": write_meta(
+            tmp_path / "b", state, shards=4, embedding_axis=0
+        ),
+        "rotary frequencies in the file": write_meta(tmp_path / "c", stray),
+    }.items():
+        assert torch.equal(logits_of(folder), expected), name
+    torch.save(state, tmp_path / "one/consolidated.00.pth", _use_new_zipfile_serialization=False)
+    assert torch.equal(logits_of(tmp_path / "one"), expected), "a pickle of PyTorch before 1.6"
+
+
+def test_rows_beyond_the_tokenizer_load_and_are_never_sampled(tmp_path: Path) -> None:
+    state = weights(vocab=VOCAB + 16)
+    state["output.weight"][VOCAB:] = 0
+    state["output.weight"][VOCAB] = state["output.weight"][:VOCAB].abs().sum(0)
+    state["output.weight"][VOCAB + 1] = -state["output.weight"][VOCAB]
+    with built(write_meta(tmp_path / "m", state)) as llama:
+        logits = llama.model(TOKENS[:, :5], 0)[0, -1]
+        assert logits.argmax() >= VOCAB
+        tokens, _ = llama.generate([TOKENS[0, :5].tolist()] * 2, max_gen_len=20, temperature=1.0)
+        assert max(max(row) for row in tokens) < VOCAB
+
+
+# Shards and ranks
+
+
+def _compare_on_ranks(
+    rank: int, ranks: int, store: str, cases: list[tuple[str, Path, torch.Tensor]]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    groups.initialize_model_parallel(ranks)
+    for name, folder, expected in cases:
+        checkpoint = open_checkpoint(folder)
+        args = ModelArgs(**checkpoint.params, max_batch_size=1, max_seq_len=256)
+        require_room(args, device=CPU, dtype=torch.float32, ranks=ranks)
+        with torch.device("meta"):
+            model = Transformer(args)
+        load(model, checkpoint, device=CPU, dtype=torch.float32)
+        model.allocate_state("cpu", torch.float32)
+        # Sums of 4 parts instead of one differ by about 1e-6.
+        torch.testing.assert_close(model(TOKENS, 0), expected, atol=1e-5, rtol=0, msg=name)
+    with pytest.raises(
+        LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2, 4"
+    ):
+        require_split(args, 8)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pairings(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path, torch.Tensor]]:
+    root, state = tmp_path_factory.mktemp("pairings"), weights()
+    expected = logits_of(write_meta(root / "meta1", state))
+    cases = [("meta1", root / "meta1", expected)]
+    cases += [
+        (f"meta{n}", write_meta(root / f"meta{n}", state, shards=n), expected) for n in (2, 4)
+    ]
+    rows = write_meta(root / "rows", state, shards=4, embedding_axis=0)
+    cases.append(("Llama 3's embedding", rows, expected))
+    for name, config, size in (("hf", {}, "1GB"), ("hf4", {"tie_word_embeddings": True}, "150KB")):
+        model = hf_model(num_key_value_heads=4, **config)
+        model.save_pretrained(root / name, max_shard_size=size)
+        cases.append((name, root / name, logits_of(root / name)))
+    return cases
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_shards_on_any_number_of_ranks_gives_equal_logits(
+    ranks: int, pairings: list, tmp_path: Path
+) -> None:
+    context = mp.start_processes(
+        _compare_on_ranks, (ranks, str(tmp_path / "store"), pairings), ranks, join=False
+    )
+    deadline = time.monotonic() + 120
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail("the ranks did not finish in 120 s")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_rank_takes_its_interval_of_each_tensor_and_looks_at_nothing_else(
+    shards: int, ranks: int, tmp_path: Path
+) -> None:
+    state = weights(n_kv_heads=8)
+    checkpoint = open_checkpoint(write_meta(tmp_path / "m", state, shards=shards, n_kv_heads=8))
+    for rank, part in enumerate(split(state, ranks)):
+        for name, expected in part.items():
+            assert torch.equal(checkpoint.read(name, rank, ranks), expected)
+            need = [range(n) for n in expected.shape]
+            for axis, (n, whole) in enumerate(zip(expected.shape, state[name].shape, strict=True)):
+                need[axis] = range(rank * n, (rank + 1) * n) if n < whole else range(n)
+            taken = [view for _, view in checkpoint._overlaps(name, need)]
+            assert sum(view.numel() for view in taken) == expected.numel()
+
+
+# Memory
+
+
+def meta_model(checkpoint: Checkpoint) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(ModelArgs(**checkpoint.params, max_batch_size=1, max_seq_len=8))
+
+
+def test_weights_that_need_no_change_are_the_mapped_file_itself(
+    llama: Llama, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write_meta(tmp_path / "m"))
+    model = meta_model(checkpoint)
+    load(model, checkpoint, device=CPU, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == checkpoint.parts[name][0].tensor.data_ptr()
+        assert not parameter.requires_grad
+    load(model, checkpoint, device=CPU, dtype=torch.float16)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, checkpoint.parts[name][0].tensor.half())
+
+
+def test_a_tied_output_layer_takes_no_memory_of_its_own(llama: Llama, tmp_path: Path) -> None:
+    hf_model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    model = meta_model(checkpoint)
+    load(model, checkpoint, device=CPU, dtype=torch.bfloat16)
+    assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers_and_the_knobs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_meta(tmp_path / "m")
+    args = ModelArgs(**open_checkpoint(folder).params, max_seq_len=100, max_batch_size=3)
+    needed = args.weights_bytes(torch.float16) + args.cache_bytes(torch.float16)
+    monkeypatch.setattr(checkpoints, "available_bytes", lambda device: needed)
+    require_room(args, device=CPU, dtype=torch.float16)
+    monkeypatch.setattr(checkpoints, "available_bytes", lambda device: needed - 1)
+    knobs = r"max_seq_len \(100\) or max_batch_size \(3\), .*dtype than float16, or quantize"
+    with pytest.raises(LlamaError, match=rf"weights need 447.10 kB .*cache 76.80 kB.*{knobs}"):
+        require_room(args, device=CPU, dtype=torch.float16)
+    with pytest.raises(LlamaError, match="max_seq_len"):
+        built(folder)
+
+
+def test_the_available_memory_is_less_than_what_the_machine_has() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = available_bytes(CPU)
+    assert available is None or 0 < available < total
+
+
+def test_a_bar_is_shown_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress_bar("loading", 10) as bar:
+        assert bar.disable
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with progress_bar("loading", 10) as bar:
+        assert not bar.disable
+    with progress_bar("loading", 10, shown=False) as bar:  # another rank than the first
+        assert bar.disable
+
+
+# Bad input
+
+
+def cut(file: str, keep: float = 0.7) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[: int(len(content) * keep)])
+
+    return damage
+
+
+def put(file: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(content) and None
+
+
+def edit(shard: int, change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / f"consolidated.{shard:02d}.pth"
+        state = torch.load(file)
+        change(state)
+        torch.save(state, file)
+
+    return damage
+
+
+W1 = "layers.1.feed_forward.w1.weight"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n"
+HTML = b"<!DOCTYPE html>\n<html><body>Access denied</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            cut("consolidated.01.pth"),
+            r"consolidated.01.pth is truncated or damaged at [\d,]+ bytes",
+        ),
+        (cut("consolidated.01.pth", 0.0), r"consolidated.01.pth is an empty file"),
+        (put("consolidated.00.pth", LFS), r"consolidated.00.pth is a git-lfs pointer"),
+        (put("consolidated.00.pth", HTML), r"consolidated.00.pth is an HTML page"),
+        (put("params.json", HTML), r"params.json is an HTML page"),
+        (put("params.json", b'{"dim": 64,'), r"params.json is damaged JSON"),
+        (put("params.json", b"[1]"), r"params.json holds a list"),
+        (lambda f: (f / "params.json").unlink(), r"params.json is missing"),
+        (lambda f: (f / "consolidated.02.pth").unlink(), r"consolidated.02.pth is missing"),
+        (
+            lambda f: (f / "consolidated.03.pth").unlink(),
+            r"consolidated.00.pth: tok_embeddings.weight has the shape \[1024, 16\], "
+            r"and the model needs \[1024, 21\] in each of 3 shards",
+        ),
+        (
+            edit(1, lambda s: s.update(split(weights(seed=1), 4)[1])),
+            r"consolidated.01.pth: .*norm.weight has not the values as in consolidated.00.pth: "
+            r"the files of two checkpoints are mixed",
+        ),
+        (
+            edit(1, lambda s: s.update({k: t.half() for k, t in s.items()})),
+            r"consolidated.01.pth: .* is torch.float16, not torch.float32 .* are mixed",
+        ),
+        (
+            edit(3, lambda s: s.pop(W1)),
+            rf"{W1} is in consolidated.00.pth, .*02.pth of .*: it must be in 4 files",
+        ),
+        (
+            edit(0, lambda s: s.update({"layers.2.ffn_norm.weight": torch.ones(64)})),
+            r"consolidated.00.pth has layers.2.ffn_norm.weight, which is not of this model",
+        ),
+        (
+            edit(0, lambda s: s.update({W1: torch.ones(43, 64)})),
+            rf"consolidated.00.pth: {W1} has the shape \[43, 64\], and the model needs \[44, 64\]",
+        ),
+        (
+            edit(2, lambda s: s.update({W1: torch.ones(44, 64, dtype=torch.int8)})),
+            rf"consolidated.02.pth: {W1} is torch.int8, and must be one of float32",
+        ),
+        (
+            lambda f: rewrite(f / "params.json", n_experts=8),
+            r"unknown key n_experts: known are dim",
+        ),
+        (
+            lambda f: rewrite(f / "params.json", dim="64"),
+            r"dim is '64', and must be a whole number",
+        ),
+        (
+            lambda f: rewrite(f / "params.json", n_heads=7),
+            r"dim is 64, and must be a multiple of 7",
+        ),
+        (lambda f: rewrite(f / "params.json", head_dim=16), r"head_dim 16 is not supported"),
+    ],
+)
+def test_a_damaged_meta_folder_is_refused_in_a_sentence(
+    damage: Callable[[Path], Any], said: str, tmp_path: Path
+) -> None:
+    folder = write_meta(tmp_path / "m", shards=4)
+    open_checkpoint(folder)
+    damage(folder)
+    with pytest.raises(LlamaError, match=said) as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In 6 files."""
+    folder = tmp_path_factory.mktemp("hf")
+    hf_model().save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+SECOND = "model-00002-of-00006.safetensors"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def edit_hf(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        file = folder / index["weight_map"][UP]
+        state = load_file(file)
+        change(state)
+        save_file(state, file)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut(SECOND), rf"{SECOND} is truncated or damaged at [\d,]+ bytes"),
+        (put(SECOND, LFS), rf"{SECOND} is a git-lfs pointer"),
+        (put(SECOND, pickle.dumps([1])), rf"{SECOND} is a pickle and not a safetensors file"),
+        (lambda f: (f / SECOND).unlink(), rf"{SECOND} is missing"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), r"index.json is missing"),
+        (
+            lambda f: shutil.copyfile(f / SECOND, f / "model-00003-of-00006.safetensors"),
+            rf".* is in {SECOND}, model-00003-of-00006.safetensors of .*: it must be in 1 file",
+        ),
+        (edit_hf(lambda s: s.pop(UP)), rf"{UP} is missing from .*hf"),
+        (
+            edit_hf(lambda s: s.update({UP: torch.ones(64, HIDDEN)})),
+            rf"{UP} has the shape \[64, 176\], and the model needs \[176, 64\]",
+        ),
+        (
+            edit_hf(lambda s: s.update({UP.replace("weight", "bias"): torch.ones(HIDDEN)})),
+            r"has model.layers.1.mlp.up_proj.bias, which is not of this model",
+        ),
+    ],
+)
+def test_a_damaged_hugging_face_folder_is_refused_in_a_sentence(
+    damage: Callable[[Path], Any], said: str, hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    open_checkpoint(folder)
+    damage(folder)
+    with pytest.raises(LlamaError, match=said) as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
+        ({"head_dim": 32}, "head_dim 32 is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor of the rope scaling is"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "of several kinds"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"num_key_value_heads": 3}, "n_heads is 8, and must be a multiple of 3"),
+        ({"hidden_size": None}, "has no hidden_size"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(
+    changes: dict, said: str, hf_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copyfile(hf_folder / "config.json", tmp_path / "config.json")
+    rewrite(tmp_path / "config.json", **changes)
+    with pytest.raises(LlamaError, match=said):
+        read_config(tmp_path / "config.json")
+
+
+class RunsCode:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+    zipped: bool, tmp_path: Path
+) -> None:
+    folder, trace = write_meta(tmp_path / "m"), tmp_path / "it ran"
+    file = folder / "consolidated.00.pth"
+    torch.save({"a": RunsCode(trace)}, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(LlamaError, match=r"consolidated.00.pth holds posix.mkdir, .* not read"):
+        open_checkpoint(folder)
+    assert not trace.exists()
+    torch.load(file, weights_only=False)  # so that the test could have failed
+    assert trace.exists()
+
+
+def test_a_place_without_a_checkpoint_is_said_to_have_none(tmp_path: Path) -> None:
+    with pytest.raises(LlamaError, match=r"nowhere' is no folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(LlamaError, match=r"holds no checkpoint.*Hugging Face\)$"):
+        open_checkpoint(tmp_path)
+    write_meta(tmp_path / "llama-2-7b")
+    with pytest.raises(LlamaError, match=r"did you mean .*llama-2-7b\?"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(LlamaError, match=r"config.json: model_type None"):
+        open_checkpoint(tmp_path)
+
+
+def test_ranks_that_cannot_share_the_model_are_refused() -> None:
+    args = ModelArgs(dim=64, n_heads=8, n_kv_heads=4, hidden_dim=HIDDEN, vocab_size=1026)
+    require_split(args, 2)
+    with pytest.raises(LlamaError, match="1026 rows of the vocabulary do not divide by 4 ranks"):
+        require_split(args, 4)
+    with pytest.raises(LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2$"):
+        require_split(args, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (HTML, "an HTML page"),
+        (LFS, "a git-lfs pointer"),
+        (b'{\n  "version": "1.0"}', "JSON"),
+        (b"IQ== 0\nIg== 1\nIw== 2\n", "a tiktoken file"),
+        (b"", "an empty file"),
+        (bytes(4096), "a file of zeros"),
+        (b"Entry not found", "plain text"),
+    ],
+)
+def test_a_wrong_file_in_the_tokenizers_place_is_named(
+    content: bytes, what: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(content)
+    assert str(looks_like(file)).startswith(what)
+    with pytest.raises(LlamaError, match=rf"tokenizer.model' is {what}"):
+        Tokenizer(file)
+
+
+def test_a_right_file_in_the_tokenizers_place_looks_like_nothing_else() -> None:
+    assert looks_like(TOKENIZER) is None
+    assert looks_like(STORIES / "consolidated.00.pth") == "a zip archive"
