@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import fire
 
-from llama.checkpoint import DTYPES, find_checkpoint, problems
+from llama.checkpoint import DTYPES, OUTPUT, find_checkpoint, problems
 from llama.convert import convert
 from llama.errors import LlamaError
 from llama.kv_cache import format_bytes
@@ -21,26 +21,27 @@ def inspect(folder: str) -> None:
         folder: in Meta's or Hugging Face's layout.
     """
     checkpoint = find_checkpoint(str(folder))
-    args, parameters = checkpoint.args, checkpoint.parameters
+    args, tied, path = checkpoint.args, checkpoint.config.tied, checkpoint.path
+    stored = {k: p for k, p in checkpoint.parameters.items() if not (tied and k == OUTPUT)}
+    n_parameters = sum(math.prod(parameter.shape) for parameter in stored.values())
     dtypes = {str(part.tensor.dtype) for parts in checkpoint.parts.values() for part in parts}
-    n_parameters = sum(math.prod(p.shape) for p in parameters.values())
+    tokenizers = [name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
     found = problems(checkpoint)
-    layout = {"meta": "Meta", "hf": "Hugging Face"}[checkpoint.format]
-    tokenizers = [
-        f for f in ("tokenizer.model", "tokenizer.json") if (checkpoint.path / f).exists()
-    ]
     facts = {
-        "format": f"{layout}, {checkpoint.files[0].suffix} in {len(checkpoint.files)} shards",
-        "parameters": f"{n_parameters:,} in {len(parameters)} tensors",
+        "format": {"meta": "Meta", "hf": "Hugging Face"}[checkpoint.format],
+        "shards": f"{len(checkpoint.files)}, {checkpoint.files[0].suffix}",
+        "parameters": f"{n_parameters:,} in {len(stored)} tensors",
         "dtype": ", ".join(sorted(dtypes)).replace("torch.", ""),
         "layers": f"{args.n_layers} of dim {args.dim}, feed-forward {args.ffn_dim}",
         "heads": f"{args.n_heads}, {args.kv_heads} key/value heads, {args.head_dim} wide",
-        "vocabulary": f"{args.vocab_size}" + ", tied output" * checkpoint.config.tied,
-        "context": checkpoint.context or "not named",
+        "vocabulary": f"{args.vocab_size}" + ", output tied to the embedding" * tied,
+        "context": checkpoint.context or "not said",
         "tokenizer": ", ".join(tokenizers) or "none in this folder",
-        **{f"in {name}": format_bytes(args.weights_bytes(dtype)) for name, dtype in DTYPES.items()},
-        "problems": len(found) or "none",
     }
+    facts |= {
+        f"as {name}": format_bytes(n_parameters * dtype.itemsize) for name, dtype in DTYPES.items()
+    }
+    facts["problems"] = len(found) or "none"
     for key, value in facts.items():
         print(f"{key:12} {value}")
     if found:
