@@ -75,6 +75,47 @@ def longest_chunk(n_slots: int, window: int | None) -> int:
     return 0 if window is None else max(0, n_slots - window + 1)
 
 
+# What is in a slot: a key or a value as it is, or in int8 with a scale for each head and position.
+
+
+def write(
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Put x (bsz, seqlen, n_kv_heads, head_dim) into a cache buffer, in its dtype.
+
+    `cache`: (max_batch_size, n_slots, n_kv_heads, head_dim); `scales`: without the last axis;
+    `rows`, `slots`: broadcastable to (bsz, seqlen).
+    """
+    if scales is not None:
+        x, scale = quantize(x, scales.dtype)
+        scales[rows, slots] = scale
+    cache[rows, slots] = x.to(cache.dtype)
+
+
+def read(
+    cache: torch.Tensor, scales: torch.Tensor | None, bsz: int, kv_len: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The first slots of the first rows, (bsz, n_kv_heads, kv_len, head_dim).
+
+    A view of the buffer, if that has the dtype.
+    """
+    x = cache[:bsz, :kv_len].to(dtype)
+    if scales is not None:
+        x *= scales[:bsz, :kv_len, :, None].to(dtype)
+    return x.transpose(1, 2)
+
+
+def quantize(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., head_dim) as whole numbers from -127 to 127, and what to multiply them by, (...,)."""
+    # The smallest scale is the smallest float16 above 0: a head of zeros has no scale of its own.
+    scale = (x.abs().amax(-1).float() / 127).clamp_min(2**-24).to(scale_dtype)
+    return (x / scale[..., None].float()).round().clamp(-127, 127), scale
+
+
 def check_window(max_seq_len: int, window: int | None, chunk: int | None) -> None:
     """Refuse what makes no ring."""
     require(

@@ -64,6 +64,11 @@ class ModelArgs:
         """The length of each row of the cache."""
         return kv_cache.n_slots(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
+    @property
+    def longest_chunk(self) -> int:
+        """How many tokens one pass may read once the ring turns; 0: it must not turn."""
+        return kv_cache.longest_chunk(self.n_slots, self.sliding_window)
+
     def weights_bytes(self, dtype: torch.dtype, ranks: int = 1, *, tied: bool = False) -> int:
         """Bytes of the parameters on one rank."""
         shape = (self.dim, self.n_layers, self.n_heads, self.kv_heads, self.ffn_dim)
@@ -188,7 +193,8 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over this rank's heads.
 
     Owns `cache_k` and `cache_v`, (max_batch_size, n_slots, n_local_kv_heads, head_dim), allocated
-    once; they follow `.to()` and are not part of the state dict.
+    once, and for a cache in int8 `scale_k` and `scale_v`, without the last axis. They follow
+    `.to()` and are not part of the state dict.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -208,15 +214,19 @@ class Attention(nn.Module):
     def allocate_cache(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        shape = (
-            self.args.max_batch_size,
-            self.args.n_slots,
-            self.n_local_kv_heads,
-            self.head_dim,
-        )
-        for name in ("cache_k", "cache_v"):
-            buffer = torch.zeros(shape, device=device, dtype=dtype)
-            self.register_buffer(name, buffer, persistent=False)
+        args = self.args
+        shape = (args.max_batch_size, args.n_slots, self.n_local_kv_heads, self.head_dim)
+        for name in ("k", "v"):
+            cache = torch.zeros(shape, device=device, dtype=dtype)
+            scale = None
+            if dtype == torch.int8:
+                scale = torch.zeros(shape[:-1], device=device, dtype=kv_cache.SCALE_DTYPE)
+            self.register_buffer(f"cache_{name}", cache, persistent=False)
+            self.register_buffer(f"scale_{name}", scale, persistent=False)
+
+    def clear_cache(self) -> None:
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: (bsz, seqlen, dim); returns the same shape."""
@@ -226,10 +236,10 @@ class Attention(nn.Module):
         xv = self.wv(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
         xq, xk = rotate(xq, step.cos, step.sin), rotate(xk, step.cos, step.sin)
 
-        self.cache_k[step.rows, step.slots] = xk
-        self.cache_v[step.rows, step.slots] = xv
-        keys = self.cache_k[:bsz, : step.kv_len].transpose(1, 2)  # (bsz, kv heads, kv_len, hd)
-        values = self.cache_v[:bsz, : step.kv_len].transpose(1, 2)
+        kv_cache.write(self.cache_k, self.scale_k, xk, step.rows, step.slots)
+        kv_cache.write(self.cache_v, self.scale_v, xv, step.rows, step.slots)
+        keys = kv_cache.read(self.cache_k, self.scale_k, bsz, step.kv_len, x.dtype)
+        values = kv_cache.read(self.cache_v, self.scale_v, bsz, step.kv_len, x.dtype)
 
         # The n_rep queries that share a key head become n_rep * seqlen queries of one head: the
         # cached heads are not copied, and prefill and decode take the same kernel.
@@ -378,16 +388,15 @@ class Transformer(nn.Module):
         """positions: (bsz, seqlen)."""
         n_slots, window = self.params.n_slots, self.params.sliding_window
         angles = positions[..., None, None] * self.rope_freqs
-        seen = kv_cache.visible(positions, n_slots, kv_len, window)
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        bias.masked_fill_(~seen, float("-inf"))
         n_rep = self.layers[0].attention.n_rep
+        seen = kv_cache.visible(positions, n_slots, kv_len, window).repeat(1, n_rep, 1)
+        bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
         return Step(
             cos=angles.cos(),
             sin=angles.sin(),
             rows=torch.arange(len(positions), device=positions.device)[:, None],
             slots=kv_cache.slot_of(positions, n_slots),
-            bias=bias.repeat(1, n_rep, 1)[:, None],
+            bias=bias[:, None],
         )
 
     def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
@@ -399,9 +408,9 @@ class Transformer(nn.Module):
         )
         if isinstance(start_pos, torch.Tensor):
             return
-        end, most = start_pos + seqlen, kv_cache.longest_chunk(args.n_slots, args.sliding_window)
+        end = start_pos + seqlen
         require(
-            end <= args.n_slots or seqlen <= most,
+            start_pos >= 0 and (end <= args.n_slots or seqlen <= args.longest_chunk),
             f"positions {start_pos} to {end - 1}, and the cache has {args.n_slots} slots: "
             "pass fewer tokens, or build with a larger max_seq_len",
         )
