@@ -15,6 +15,7 @@ from llama.checkpoint import open_checkpoint, require_split
 from llama.errors import LlamaError, require
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs
+from llama.runtime import resolve_dtype
 
 _FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len")
 # By name; the last number is the context that the model was trained on.
@@ -30,7 +31,6 @@ ARCHITECTURES = {
     "llama-3.1-405b": (16384, 126, 128, 8, 53248, 128256, 131072),
 }
 WINDOWS = {"mistral-7b": 4096}
-WEIGHTS = {name: d for name, d in kv_cache.DTYPES.items() if d.is_floating_point}
 
 
 def architecture(model: str) -> tuple[ModelArgs, bool]:
@@ -117,7 +117,8 @@ def memory(
         budget: of one rank, such as 24GiB: print also what fits.
         plot: a file to draw the cache against the weights into, over the length of the context.
     """
-    require(dtype in WEIGHTS, f"dtype {dtype!r}: it must be one of {', '.join(WEIGHTS)}")
+    weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
+    cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
     args, tied = architecture(model)
     options = {
         "max_seq_len": max_seq_len,
@@ -126,8 +127,7 @@ def memory(
         "max_batch_size": max_batch_size,
     }
     args = replace(args, **{name: value for name, value in options.items() if value is not None})
-    cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or dtype)
-    plan = Plan(args, WEIGHTS[dtype], cache_dtype, model_parallel_size, tied)
+    plan = Plan(args, weights_dtype, cache_dtype, model_parallel_size, tied)
     budget_bytes = None if budget is None else parse_bytes(budget)
     print("\n".join(report(plan, title=model)))
     if budget_bytes is not None:
