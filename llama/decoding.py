@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from llama import kv_cache, sampling
+from llama import sampling
 from llama.errors import LlamaError
 from llama.model import Transformer
 from llama.prefix import CacheRecord
@@ -155,7 +155,7 @@ def chunk_len(model: Transformer, rows: Sequence[Row]) -> int:
     args = model.params
     chunk = args.prefill_chunk or args.n_slots
     if max(len(row.prompt) for row in rows) > args.n_slots:
-        chunk = min(chunk, kv_cache.longest_chunk(args.n_slots, args.sliding_window))
+        chunk = min(chunk, args.longest_chunk)
     return chunk
 
 
@@ -207,8 +207,7 @@ def clear_cache(model: Transformer, record: CacheRecord) -> None:
     """Zero the cache and forget what it held."""
     record.forget()
     for layer in model.layers:
-        layer.attention.cache_k.zero_()
-        layer.attention.cache_v.zero_()
+        layer.attention.clear_cache()
 
 
 def check_finite(model: Transformer, record: CacheRecord, finite: bool) -> None:

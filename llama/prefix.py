@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from llama.errors import LlamaError
 from llama.model import Transformer
 
 
@@ -20,16 +21,29 @@ class CacheRecord:
 
     @contextmanager
     def watch(self, model: Transformer) -> Iterator[None]:
-        """Surround what writes the cache: forget all that was written elsewhere since last time."""
+        """Surround what uses the cache: forget all that was written elsewhere since last time.
+
+        After an error nothing is certain: a ring that was about to turn may have lost its start.
+        """
         if self._fingerprint is None or self._fingerprint != _fingerprint(model):
             self.forget()
         try:
             yield
+        except (GeneratorExit, LlamaError):  # an early close or a refusal comes between two writes
+            raise
+        except BaseException:
+            self.forget()
+            raise
         finally:
             self._fingerprint = _fingerprint(model)
 
     def forget(self) -> None:
         self._rows.clear()
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that hold something."""
+        return [row for row, tokens in self._rows.items() if tokens]
 
     def tokens(self, row: int) -> list[int]:
         return self._rows.get(row, [])
@@ -47,7 +61,7 @@ class CacheRecord:
         return min(common, len(prompt) - 1)
 
     def truncate(self, row: int, length: int) -> None:
-        """Before a write from position `length` on: should it fail, the rest is not known."""
+        """Before a write from position `length` on."""
         self._rows[row] = self.tokens(row)[:length]
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
