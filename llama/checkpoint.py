@@ -218,9 +218,11 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     )
     inner = sorted(f.parent for name in ("params", "config") for f in path.glob(f"*/{name}.json"))
     hint = f"; did you mean {inner[0]}?" if inner else ""
+    held = sorted(f.name for f in path.iterdir())
+    listed = ", ".join(held[:8]) + ", ..." * (len(held) > 8) if held else "nothing"
     raise LlamaError(
         f"{path} holds no checkpoint, neither params.json with consolidated.00.pth (Meta) nor "
-        f"config.json with model.safetensors (Hugging Face){hint}"
+        f"config.json with model.safetensors (Hugging Face), but {listed}{hint}"
     )
 
 

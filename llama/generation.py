@@ -108,7 +108,7 @@ class Llama:
             verbose: say on rank 0 how long it took.
         """
         start = time.monotonic()
-        ckpt_dir = STORIES if ckpt_dir is None else Path(ckpt_dir)
+        ckpt_dir = STORIES if ckpt_dir is None else _path("ckpt_dir", ckpt_dir)
         checkpoint = checkpoints.open_checkpoint(ckpt_dir)
         args = ModelArgs(
             **checkpoint.params,
@@ -172,6 +172,7 @@ class Llama:
 
     def reset(self) -> None:
         """Zero the cache and forget what it held."""
+        self._args  # noqa: B018 (raises on an instance that is closed)
         with self._turn():
             decoding.clear_cache(self.model, self._record)
 
@@ -395,6 +396,7 @@ class Llama:
 
     @property
     def _device(self) -> torch.device:
+        self._args  # noqa: B018 (raises on an instance that is closed)
         return self.model.rope_freqs.device
 
     def _rows(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[Row]:
@@ -429,7 +431,6 @@ class Llama:
 
     def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
         check_sampling(temperature, top_p)
-        self._args  # noqa: B018 (an instance that is closed has no device)
         if seed is not None:
             return Sampling(temperature, top_p, make_generator(self._device, seed))
         if self._generator.device != self._device:  # the caller has moved the model
@@ -466,9 +467,22 @@ def _size(name: str, size: int | None, default: int) -> int:
     return size
 
 
+def _path(name: str, path: str | Path) -> Path:
+    require(
+        isinstance(path, (str, Path)),
+        f"{name} {path!r} is a {type(path).__name__}: pass a path",
+    )
+    require(
+        not str(path).lstrip().startswith("--"),
+        f"{name} is {str(path)!r}, which looks like an option: a backslash for a line's end may be "
+        "left in a command that was pasted as one line: remove it",
+    )
+    return Path(path)
+
+
 def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
     if tokenizer_path is not None:
-        return Path(tokenizer_path)
+        return _path("tokenizer_path", tokenizer_path)
     for folder in (ckpt_dir, ckpt_dir.parent):
         if (folder / "tokenizer.model").is_file():
             return folder / "tokenizer.model"

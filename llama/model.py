@@ -107,10 +107,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(
-    head_dim: int,
-    theta: float = 10000.0,
-    scaling: dict[str, Any] | None = None,
-    device: torch.device | str | None = None,
+    head_dim: int, theta: float = 10000.0, scaling: dict[str, Any] | None = None
 ) -> torch.Tensor:
     """The angle per position of each pair of dimensions, float32 (head_dim / 2,).
 
@@ -118,7 +115,8 @@ def rope_frequencies(
     `{"rope_type": "llama3", ...}`: slow only the waves that are longer than the context that the
     model was trained on, and blend in between (Llama 3.1's rule).
     """
-    exponents = torch.arange(0, head_dim, 2, device=device)[: head_dim // 2].float() / head_dim
+    # On the CPU wherever the model is: the same numbers on every device.
+    exponents = torch.arange(0, head_dim, 2, device="cpu")[: head_dim // 2].float() / head_dim
     freqs = 1.0 / (theta**exponents)
     if scaling is None:
         return freqs
@@ -133,7 +131,8 @@ def rope_frequencies(
 
 def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> torch.Tensor:
     """e^(i p f) for every position p < end and frequency f: complex64 (end, dim / 2)."""
-    angles = torch.outer(torch.arange(end).float(), rope_frequencies(dim, theta))
+    freqs = rope_frequencies(dim, theta).to(torch.get_default_device())
+    angles = torch.outer(torch.arange(end).float(), freqs)
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -330,8 +329,9 @@ class Transformer(nn.Module):
 
     def _set_rope_freqs(self, device: torch.device | str | None) -> None:
         args = self.params
-        freqs = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling, device)
-        self.register_buffer("rope_freqs", freqs, persistent=False)
+        freqs = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
+        device = torch.get_default_device() if device is None else device
+        self.register_buffer("rope_freqs", freqs.to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
         """`.to(dtype)` would round the frequencies, and a late position multiplies the error."""
