@@ -345,7 +345,12 @@ def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
 
 
 def require_room(
-    args: ModelArgs, *, device: torch.device | str, dtype: torch.dtype, ranks: int = 1
+    args: ModelArgs,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> None:
     """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
 
@@ -361,7 +366,8 @@ def require_room(
         minimum = torch.distributed.ReduceOp.MIN
         torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
         available = int(least) // (ranks if device.type == "cpu" else 1)
-    weights, cache = args.weights_bytes(dtype, ranks), args.cache_bytes(dtype, ranks)
+    weights = args.weights_bytes(dtype, ranks)
+    cache = args.cache_bytes(cache_dtype or dtype, ranks)
     require(
         weights + cache <= available,
         f"the weights need {format_bytes(weights)} and the cache {format_bytes(cache)} on each of "

@@ -16,9 +16,10 @@ from typing import TypedDict
 
 import torch
 
+from llama import cache_file, decoding, ranks
 from llama import checkpoint as checkpoints
-from llama import decoding
 from llama import runtime as runtimes
+from llama.cache_file import CachedRow
 from llama.chat import (  # noqa: F401 (callers of the original import these from here)
     B_INST,
     B_SYS,
@@ -35,6 +36,8 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
 )
 from llama.decoding import FinishReason, Row, Sampling
 from llama.errors import LlamaError, checked_ids, checked_list, require
+from llama.kv_cache import checked_dtype
+from llama.memory import usage
 from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
 from llama.sampling import check_sampling, make_generator, sample_top_p  # noqa: F401
@@ -92,6 +95,11 @@ class Llama:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        sliding_window: int | None = None,
+        prefill_chunk: int | None = None,
+        kv_cache_dtype: str | torch.dtype | None = None,
+        timeout_s: float = 600,
+        check_ranks: bool = True,
         verbose: bool = True,
     ) -> Llama:
         """Load a checkpoint onto this rank.
@@ -105,13 +113,23 @@ class Llama:
             seed: of the instance's own generator; the global random state is not touched.
             device: None: CUDA if there is any, else MPS, else the CPU.
             dtype: None: float16 on CUDA and MPS, float32 on a CPU.
+            sliding_window: positions that a query sees, its own included; None: as the checkpoint
+                says. With a window no longer than `max_seq_len` there is no bound on the length of
+                prompts and answers, and the cache has `window + prefill_chunk - 1` slots at most.
+            prefill_chunk: prompts are read in pieces of at most this many tokens; None: whole.
+            kv_cache_dtype: float32, bfloat16, float16 or int8; None: as the weights.
+            timeout_s: how long a rank waits for another one.
+            check_ranks: compare the calls of the ranks, and the tokens that they draw, at the price
+                of one more small gather for each token.
             verbose: say on rank 0 how long it took.
         """
         start = time.monotonic()
         ckpt_dir = STORIES if ckpt_dir is None else _path("ckpt_dir", ckpt_dir)
         checkpoint = checkpoints.open_checkpoint(ckpt_dir)
+        window = {} if sliding_window is None else {"sliding_window": sliding_window}
         args = ModelArgs(
-            **checkpoint.params,
+            **{**checkpoint.params, **window},
+            prefill_chunk=prefill_chunk,
             max_seq_len=_size("max_seq_len", max_seq_len, 512),
             max_batch_size=_size("max_batch_size", max_batch_size, 8),
         )
@@ -121,21 +139,26 @@ class Llama:
             f"the tokenizer has {tokenizer.n_words} pieces, and the checkpoint has embeddings for "
             f"{args.vocab_size}: pass the tokenizer.model that belongs to the checkpoint",
         )
-        if checkpoint.context is not None and args.max_seq_len > checkpoint.context:
+        runtime = runtimes.setup(
+            device=device,
+            dtype=dtype,
+            model_parallel_size=model_parallel_size,
+            timeout_s=timeout_s,
+            arguments={**vars(args), "seed": seed, "check_ranks": check_ranks},
+        )
+        try:
+            model = _load(args, checkpoint, runtime, kv_cache_dtype)
+            llama = Llama(model, tokenizer, seed=seed + runtime.replica)
+        except BaseException:
+            runtimes.teardown(runtime)
+            raise
+        llama._runtime, llama._check_ranks = runtime, check_ranks
+        if runtime.rank == 0 and args.max_seq_len > (checkpoint.context or args.max_seq_len):
             warnings.warn(
                 f"max_seq_len {args.max_seq_len} is beyond the {checkpoint.context} positions that "
                 "the model was made for: answers that reach there are likely to be poor",
                 stacklevel=2,
             )
-        runtime = runtimes.setup(
-            device=device, dtype=dtype, model_parallel_size=model_parallel_size
-        )
-        try:
-            llama = Llama(_load(args, checkpoint, runtime), tokenizer, seed=seed)
-        except BaseException:
-            runtimes.teardown(runtime)
-            raise
-        llama._runtime = runtime
         if verbose and runtime.rank == 0:
             print(f"Loaded in {time.monotonic() - start:.2f} seconds")
         return llama
@@ -144,6 +167,7 @@ class Llama:
         self.model = model
         self.tokenizer = tokenizer
         self._runtime: runtimes.Runtime | None = None
+        self._check_ranks = False
         self._seed = seed
         self._generator = make_generator(self._device, seed)
         self._record = CacheRecord()
@@ -175,6 +199,26 @@ class Llama:
         self._args  # noqa: B018 (raises on an instance that is closed)
         with self._turn():
             decoding.clear_cache(self.model, self._record)
+
+    def cache(self, row: int = 0) -> CachedRow:
+        """What a row of the cache holds: tokens, and keys and values of each layer."""
+        with self._cache_turn():
+            return cache_file.read_row(self.model, self._record, row)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: of the weights, of the cache, and of what is used of the cache."""
+        with self._cache_turn():
+            return usage(self.model, self._record)
+
+    def save_cache(self, path: str | Path) -> None:
+        """Write what the cache holds to a safetensors file, so that `load_cache` can go on."""
+        with self._cache_turn():
+            cache_file.save(self.model, self._record, path)
+
+    def load_cache(self, path: str | Path) -> None:
+        """Read what `save_cache` wrote for the same model; prompts that begin so go on from it."""
+        with self._cache_turn():
+            cache_file.load(self.model, self._record, path)
 
     def generate(
         self,
@@ -240,10 +284,7 @@ class Llama:
         require(len(rows) > 0, "there are no prompts: pass at least one text")
         how = self._sampling(temperature, top_p, seed)
         texts = self._complete(rows, how, checked_stops(stop), logprobs=logprobs, echo=echo)
-        return [
-            {"generation": text.text, **_details(row, text, logprobs, echo)}
-            for row, text in zip(rows, texts, strict=True)
-        ]
+        return [{"generation": text, **details} for text, details in texts]
 
     def chat_completion(
         self,
@@ -273,8 +314,8 @@ class Llama:
         texts = self._complete(list(rows.values()), how, stop, logprobs=logprobs, echo=False)
         refusal = {"finish_reason": "stop"} | ({"tokens": [], "logprobs": []} if logprobs else {})
         answers = [(UNSAFE_ERROR, refusal) for _ in dialogs]
-        for (i, row), text in zip(rows.items(), texts, strict=True):
-            answers[i] = text.text, _details(row, text, logprobs, echo=False)
+        for i, answer in zip(rows, texts, strict=True):
+            answers[i] = answer
         return [
             {"generation": {"role": "assistant", "content": content}, **details}
             for content, details in answers
@@ -325,7 +366,11 @@ class Llama:
         logprobs: bool,
         score: bool = False,
     ) -> Iterator[list[int | None]]:
-        with self._turn():
+        agree = None
+        with self._turn(), ranks.waiting(self._runtime):
+            if self._check_ranks and self._runtime.model_parallel_size > 1:
+                ranks.check_call(rows, how, logprobs=logprobs, score=score, stop_tokens=stop_tokens)
+                agree = ranks.check_tokens
             yield from decoding.decode(
                 self.model,
                 self._record,
@@ -335,6 +380,7 @@ class Llama:
                 stop_tokens=stop_tokens,
                 logprobs=logprobs,
                 score=score,
+                agree=agree,
             )
 
     def _decode_text(
@@ -359,15 +405,30 @@ class Llama:
 
     def _complete(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
-    ) -> list[RowText]:
-        """The texts of any number of rows."""
+    ) -> list[tuple[str, dict]]:
+        """The text of each of any number of rows, and the other keys of its prediction."""
+
+        def answer(rows: Sequence[Row]) -> list[tuple[str, dict]]:
+            return self._answer(rows, how, stop, logprobs=logprobs, echo=echo)
+
+        if self._runtime is None or self._runtime.replicas == 1:
+            return answer(rows)
+        return ranks.share(self._runtime, rows, answer)
+
+    def _answer(
+        self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
+    ) -> list[tuple[str, dict]]:
+        """As `_complete`, on this copy of the model."""
         texts = [RowText(self.tokenizer, stop, row.prompt * echo) for row in rows]
         size = self._args.max_batch_size
         for i in range(0, len(rows), size):
             batch = rows[i : i + size], texts[i : i + size]
             for _ in self._decode_text(*batch, how, logprobs=logprobs, score=logprobs and echo):
                 pass
-        return texts
+        return [
+            (text.text, _details(row, text, logprobs, echo))
+            for row, text in zip(rows, texts, strict=True)
+        ]
 
     def _stream(
         self, rows: Sequence[Row], how: Sampling, stop_tokens: frozenset[int], logprobs: bool
@@ -416,22 +477,31 @@ class Llama:
     def _row(self, name: str, ids: Sequence[int], max_gen_len: int | None) -> Row:
         args = self._args
         prompt = checked_ids(ids, name, args.vocab_size)
-        room = args.max_seq_len - len(prompt)
         require(len(prompt) > 0, f"{name} is empty: it needs at least one token, such as BOS")
+        require(
+            max_gen_len is None or (isinstance(max_gen_len, int) and max_gen_len >= 0),
+            f"max_gen_len {max_gen_len!r}: it must be a whole number from 0 on, or None",
+        )
+        if args.longest_chunk > 0:  # the ring may turn: there is no bound
+            return Row(prompt, args.max_seq_len if max_gen_len is None else max_gen_len)
+        room = args.max_seq_len - len(prompt)
         require(
             room >= 0,
             f"{name} has {len(prompt)} tokens, and max_seq_len is {args.max_seq_len}: "
             "shorten it, or build with a larger max_seq_len",
         )
         require(
-            max_gen_len is None or (isinstance(max_gen_len, int) and max_gen_len >= 0),
-            f"max_gen_len {max_gen_len!r}: it must be a whole number from 0 on, or None",
+            args.sliding_window is None or (max_gen_len or 0) <= room,
+            f"{name} has {len(prompt)} tokens and max_gen_len is {max_gen_len}, and a window of "
+            f"{args.sliding_window} does not slide in a max_seq_len of {args.max_seq_len}: "
+            "build with a larger max_seq_len, or a smaller sliding_window",
         )
         return Row(prompt, room if max_gen_len is None else min(max_gen_len, room))
 
     def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
         check_sampling(temperature, top_p)
         if seed is not None:
+            seed += 0 if self._runtime is None else self._runtime.replica
             return Sampling(temperature, top_p, make_generator(self._device, seed))
         if self._generator.device != self._device:  # the caller has moved the model
             self._generator = make_generator(self._device, self._seed)
@@ -442,6 +512,12 @@ class Llama:
         return frozenset(checked_ids(ids, "stop_tokens", self._args.vocab_size)) | {
             self.tokenizer.eos_id
         }
+
+    @contextmanager
+    def _cache_turn(self) -> Iterator[None]:
+        self._args  # noqa: B018 (an instance that is closed has no cache)
+        with self._turn(), self._record.watch(self.model):
+            yield
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -493,17 +569,28 @@ def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
 
 
 def _load(
-    args: ModelArgs, checkpoint: checkpoints.Checkpoint, runtime: runtimes.Runtime
+    args: ModelArgs,
+    checkpoint: checkpoints.Checkpoint,
+    runtime: runtimes.Runtime,
+    kv_cache_dtype: str | torch.dtype | None,
 ) -> Transformer:
     """This rank's part of the model, on its device."""
     device, dtype = runtime.device, runtime.dtype
-    checkpoints.require_room(args, device=device, dtype=dtype, ranks=runtime.model_parallel_size)
+    cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
+    checkpoints.require_room(
+        args,
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        ranks=runtime.model_parallel_size,
+    )
     # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
     with torch.inference_mode(False):
         with torch.device("meta"):
             model = Transformer(args)
         checkpoints.load(model, checkpoint, device=device, dtype=dtype)
-        model.allocate_state(device, dtype)
+        model.allocate_state(device, cache_dtype)
+    ranks.check_weights(runtime, model)
     return model.eval()
 
 

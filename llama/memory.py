@@ -14,7 +14,8 @@ from llama import kv_cache
 from llama.checkpoint import open_checkpoint, require_split
 from llama.errors import LlamaError, require
 from llama.kv_cache import format_bytes
-from llama.model import ModelArgs
+from llama.model import ModelArgs, Transformer
+from llama.prefix import CacheRecord
 from llama.runtime import resolve_dtype
 
 _FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len")
@@ -135,6 +136,20 @@ def memory(
     if plot is not None:
         draw(plan, plot, title=model)
         print(f"plot: {plot}")
+
+
+def usage(model: Transformer, record: CacheRecord) -> dict[str, int]:
+    """Bytes of a model on this rank: `weights_bytes`, `cache_bytes`, and `used_bytes` of it."""
+    args, attention = model.params, model.layers[0].attention
+    # By address, since a tied output layer has the embedding's.
+    weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    cache = args.cache_bytes(attention.cache_k.dtype, args.kv_heads // attention.n_local_kv_heads)
+    used = sum(min(len(record.tokens(row)), args.n_slots) for row in record.rows)
+    return {
+        "weights_bytes": sum(weights.values()),
+        "cache_bytes": cache,
+        "used_bytes": cache // (args.max_batch_size * args.n_slots) * used,
+    }
 
 
 def report(plan: Plan, *, title: str) -> Iterator[str]:

@@ -1,0 +1,164 @@
+"""What the rows of a cache hold: shown in order of position, and kept in a file.
+
+A file holds, for each row, its tokens and the filled slots of each layer's buffers as they are.
+Each rank writes and reads a file of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fairscale.nn.model_parallel import initialize as groups
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from llama import kv_cache
+from llama.errors import LlamaError, require
+from llama.files import looks_like
+from llama.model import Transformer
+from llama.prefix import CacheRecord
+
+
+@dataclass(frozen=True)
+class CachedRow:
+    """What one row of the cache holds, in order of position."""
+
+    tokens: list[int]
+    start: int  # the position of the first of them: above 0 once the ring has turned
+    keys: list[torch.Tensor]  # of each layer, (len(tokens), n_local_kv_heads, head_dim)
+    values: list[torch.Tensor]
+
+
+def read_row(model: Transformer, record: CacheRecord, row: int) -> CachedRow:
+    """Views of the buffers, or copies if the ring has turned or the cache is in int8."""
+    args, tokens = model.params, record.tokens(row)
+    require(
+        0 <= row < args.max_batch_size,
+        f"row {row}, and the cache has {args.max_batch_size}: rows go from 0 on",
+    )
+    start = max(0, len(tokens) - args.n_slots)
+    slots = kv_cache.slot_of(torch.arange(start, len(tokens)), args.n_slots)
+
+    def in_order(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        dtype = cache.dtype if scales is None else model.norm.weight.dtype
+        scales = None if scales is None else scales[row : row + 1]
+        x = kv_cache.read(cache[row : row + 1], scales, 1, len(slots), dtype)[0].transpose(0, 1)
+        return x if start == 0 else x[slots.to(x.device)]
+
+    attentions = [layer.attention for layer in model.layers]
+    return CachedRow(
+        tokens=tokens[start:],
+        start=start,
+        keys=[in_order(attention.cache_k, attention.scale_k) for attention in attentions],
+        values=[in_order(attention.cache_v, attention.scale_v) for attention in attentions],
+    )
+
+
+def save(model: Transformer, record: CacheRecord, path: str | Path) -> None:
+    """Write what every row holds; a file of that name is replaced once the new one is whole."""
+    path = _of_this_rank(path)
+    tensors = {}
+    for row in record.rows:
+        tokens = record.tokens(row)
+        tensors[f"{row}.tokens"] = torch.tensor(tokens)
+        for name, buffer in _buffers(model).items():
+            tensors[f"{row}.{name}"] = buffer[row, : min(len(tokens), model.params.n_slots)]
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata=_identity(model))
+        os.replace(unfinished, path)
+    except (OSError, SafetensorError) as error:
+        raise LlamaError(f"{path} cannot be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:
+    """Fill the rows that the file holds; the others stay as they are.
+
+    Raises:
+        LlamaError: the file is damaged, or of another model, dtype or window; nothing is changed.
+    """
+    path = _of_this_rank(path)
+    found, tensors = _read(path)
+    for name, ours in _identity(model).items():
+        require(
+            found.get(name) == ours,
+            f"{path} was written with {name} {found.get(name)}, and here it is {ours}: "
+            "build as for the file, or read the prompt anew",
+        )
+    args, buffers = model.params, _buffers(model)
+    rows = {int(name.split(".")[0]): t.tolist() for name, t in tensors.items() if "tokens" in name}
+    for row, tokens in rows.items():
+        held = min(len(tokens), args.n_slots)
+        fits = row < args.max_batch_size and all(
+            tensors[f"{row}.{name}"].shape == (held, *buffer.shape[2:])
+            for name, buffer in buffers.items()
+        )
+        require(
+            fits,
+            f"row {row} of {path} holds {len(tokens)} tokens, and does not fit "
+            f"{args.max_batch_size} rows of {args.n_slots} slots: build with the max_batch_size, "
+            "max_seq_len and prefill_chunk that it was written with",
+        )
+    for row, tokens in rows.items():
+        record.truncate(row, 0)
+        for name, buffer in buffers.items():
+            held = tensors[f"{row}.{name}"]
+            buffer[row, : len(held)] = held.to(buffer.device)
+        record.extend(row, tokens)
+
+
+def _of_this_rank(path: str | Path) -> Path:
+    path, ranks = Path(path), groups.get_model_parallel_world_size()
+    return path if ranks == 1 else Path(f"{path}.{groups.get_model_parallel_rank()}")
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """The metadata and the tensors of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise LlamaError(f"{path} is missing: write it with save_cache") from error
+    except (OSError, SafetensorError) as error:
+        what = looks_like(path) if path.is_file() else "a folder"
+        raise LlamaError(
+            f"{path} is cut short or no cache file ({what}; {error}): write it with save_cache"
+        ) from error
+
+
+def _buffers(model: Transformer) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{i}.{name}": buffer
+        for i, layer in enumerate(model.layers)
+        for name, buffer in layer.attention.named_buffers(recurse=False)
+    }
+
+
+def _identity(model: Transformer) -> dict[str, str]:
+    """All that the keys and values depend on beside the tokens."""
+    rank, ranks = groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
+    return {
+        "format": "llama-kv-cache-1",
+        "rank": f"{rank} of {ranks}",
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(model.layers[0].attention.cache_k.dtype).removeprefix("torch."),
+        "sliding_window": str(model.params.sliding_window),
+        "model": _digest(model),
+    }
+
+
+def _digest(model: Transformer) -> str:
+    """Of this rank's weights, rotary frequencies, heads and epsilon."""
+    args = model.params
+    digest = hashlib.sha256(f"{args.n_heads} {args.kv_heads} {args.norm_eps}".encode())
+    for tensor in (model.rope_freqs, *model.state_dict().values()):
+        raw = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+        digest.update(f"{tuple(tensor.shape)} {zlib.crc32(raw)}".encode())
+    return digest.hexdigest()[:16]
