@@ -12,6 +12,7 @@ from llama.checkpoint import DTYPES, OUTPUT, find_checkpoint, problems
 from llama.convert import convert
 from llama.errors import LlamaError
 from llama.kv_cache import format_bytes
+from llama.memory import memory
 
 
 def inspect(folder: str) -> None:
@@ -48,7 +49,11 @@ def inspect(folder: str) -> None:
         raise LlamaError("\n".join(found))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"inspect": inspect, "convert": convert}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "inspect": inspect,
+    "convert": convert,
+    "memory": memory,
+}
 
 
 def main() -> None:
