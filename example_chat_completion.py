@@ -17,8 +17,8 @@ from llama import Dialog, Llama, LlamaError
 
 # The shipped model knows small children's stories, and nothing else.
 STORY_DIALOGS: list[Dialog] = [
-    [{"role": "user", "content": "Tell me a story about a dog."}],
     [{"role": "user", "content": "Hello!"}],
+    [{"role": "user", "content": "Tell me a story about a dog."}],
     [
         {"role": "user", "content": "Hello!"},
         {"role": "assistant", "content": "Hello! Do you want to hear a story?"},
@@ -41,7 +41,7 @@ DIALOGS: list[Dialog] = [
         {"role": "user", "content": "How does a lock of a canal work?"},
     ],
 ]
-HELP = "/reset begins anew, /system TEXT sets the system message, /quit or Ctrl-D ends."
+HELP = "/reset begins anew, /system TEXT begins anew with a system message, /quit or Ctrl-D ends."
 
 
 def main(

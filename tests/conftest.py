@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from llama import Llama
 from llama.generation import STORIES
+
+# The models here are tiny: a second thread is no gain, and costs much where cores are shared.
+torch.set_num_threads(1)
 
 GOLDEN = Path(__file__).parent / "golden"
 # Checkpoints that may not be redistributed lie in a folder of their own.

@@ -1,0 +1,114 @@
+"""The example scripts, as a newcomer runs them, and what the README shows of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama import Llama
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RULER = "\n==================================\n"
+
+
+def run(*command: str, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the repository's root on one thread."""
+    return subprocess.run(
+        [sys.executable, *command],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        timeout=120,
+        check=False,
+    )
+
+
+def shown(after: str) -> str:
+    """The block of output that the README shows after a sentence."""
+    return re.search(re.escape(after) + r".*?```\n(.*?)```", README, re.DOTALL)[1]
+
+
+def test_the_text_example_prints_each_prompt_and_its_continuation(llama: Llama) -> None:
+    from example_text_completion import STORY_PROMPTS
+
+    done = run("example_text_completion.py", "--temperature", "0", "--max_gen_len", "10")
+    assert done.returncode == 0, done.stderr
+    loaded, _, rest = done.stdout.partition("\n")
+    assert loaded.startswith("Loaded in ")
+    answers = llama.text_completion(STORY_PROMPTS, temperature=0, max_gen_len=10)
+    pairs = zip(STORY_PROMPTS, answers, strict=True)
+    assert rest == "".join(f"{p}\n> {a['generation']}\n{RULER}\n" for p, a in pairs)
+
+
+def test_the_readmes_first_command_prints_what_the_readme_shows() -> None:
+    command = re.search(r"&& torchrun (--standalone .*)\n", README)[1].split()
+    done = run("-m", "torch.distributed.run", *command)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout.partition("\n")[2]
+    excerpt = shown("tells small children's stories")
+    assert [line.rstrip() for line in output.splitlines()][: excerpt.count("\n")] == [
+        line.rstrip() for line in excerpt.splitlines()
+    ]
+
+
+def test_the_readmes_first_python_prints_what_the_readme_shows() -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    done = run("-c", code)
+    assert done.stdout.partition("\n")[2] == shown("prints\n"), done.stderr
+
+
+def test_a_chat_over_a_pipe_answers_each_line_and_ends_with_the_input() -> None:
+    lines = "Tell me a story about a cat.\n\n/nonsense\n/system Be kind.\nHello!\n/reset\nHello!\n"
+    done = run(
+        "example_chat_completion.py",
+        *("--interactive", "--temperature", "0", "--max_gen_len", "40"),
+        stdin=lines,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("/reset begins anew, /system") == 2  # at the start, and for /nonsense
+    assert done.stdout.count("Once upon a time, there was a little girl") == 1
+    assert done.stdout.count("cut short") == 1
+    assert done.stdout.count("Hello! Do you want to hear a story?") == 2
+    quit_at_once = run("example_chat_completion.py", "--interactive", stdin="/quit\nHello!\n")
+    assert quit_at_once.returncode == 0
+    assert "story" not in quit_at_once.stdout
+
+
+def test_a_chat_that_does_not_fit_says_so_and_goes_on() -> None:
+    done = run(
+        "example_chat_completion.py",
+        *("--interactive", "--temperature", "0", "--max_seq_len", "40"),
+        stdin="Hello! " * 40 + "\nHello!\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"dialog 0 has \d+ tokens, and max_seq_len is 40", done.stdout)
+    assert "/reset begins anew." in done.stdout
+    assert "Hello! Do you want" in done.stdout
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_terminal_that_lacks_a_character_gets_a_substitute(encoding: str) -> None:
+    code = (
+        "import example_text_completion as e\n"
+        "e.STORY_PROMPTS = ['\\u201cHi\\u201d \\u4f60']\n"
+        "e.main(max_gen_len=3)"
+    )
+    done = run("-c", code, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    assert "Hi" in done.stdout
+    assert "=====" in done.stdout
+
+
+def test_a_pasted_backslash_is_recognised() -> None:
+    """`... example_text_completion.py \\ --ckpt_dir DIR` on one line."""
+    done = run("example_text_completion.py", " --ckpt_dir", "llama-2-7b/")
+    assert done.returncode != 0
+    assert "backslash" in done.stderr.splitlines()[-1]
