@@ -12,6 +12,7 @@ import torch
 
 from llama import kv_cache
 from llama.checkpoint import open_checkpoint, require_split
+from llama.config import CONTEXT
 from llama.errors import LlamaError, require
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
@@ -47,7 +48,7 @@ def architecture(model: str) -> tuple[ModelArgs, bool]:
         f"{model!r} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
     )
     checkpoint = open_checkpoint(model)
-    args = replace(checkpoint.args, max_seq_len=checkpoint.context or 4096, max_batch_size=1)
+    args = replace(checkpoint.args, max_seq_len=checkpoint.context or CONTEXT, max_batch_size=1)
     return args, checkpoint.config.tied
 
 
