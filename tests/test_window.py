@@ -190,14 +190,14 @@ def test_after_an_error_in_the_middle_a_ring_is_read_anew(
 ) -> None:
     prompt, longer = TOKENS[0, :10].tolist(), TOKENS[0, :14].tolist()
     with built(folder, sliding_window=7, prefill_chunk=5) as llama:
-        expected, _ = llama.generate([prompt], 5, temperature=0)
+        expected, _ = llama.generate([prompt[:4]], 5, temperature=0)
         llama.generate([prompt], 0)
         with monkeypatch.context() as patch:
             # Layer 0 has written positions 10 to 13, over 0 to 2, when layer 1 fails.
             patch.setattr(llama.model.layers[1], "forward", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llama.generate([longer], 5)
-        assert llama.generate([prompt], 5, temperature=0)[0] == expected
+        assert llama.generate([prompt[:4]], 5, temperature=0)[0] == expected
 
 
 @pytest.mark.parametrize("window", [0, -4])
