@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,6 +92,7 @@ def decode(
     stop_tokens: frozenset[int],
     logprobs: bool = False,
     score: bool = False,
+    agree: Callable[[torch.Tensor], None] | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate for a batch: fill in its rows, and yield the new token of each after each step.
 
@@ -110,6 +111,8 @@ def decode(
         advance = torch.tensor(running, device=device)
         while any(running):
             chosen = sampling.sample(logits[:, :n_words], how.temperature, how.top_p, how.generator)
+            if agree is not None:
+                agree(chosen)
             ids = chosen.tolist()  # the one time that a step waits for the device
             check_finite(model, record, sampling.NOT_FINITE not in ids)
             values: Sequence[float | None] = [None] * len(rows)

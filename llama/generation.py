@@ -148,7 +148,7 @@ class Llama:
         )
         try:
             model = _load(args, checkpoint, runtime, kv_cache_dtype)
-            llama = Llama(model, tokenizer, seed=seed + runtime.replica)
+            llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
         except BaseException:
             runtimes.teardown(runtime)
             raise
@@ -163,13 +163,15 @@ class Llama:
             print(f"Loaded in {time.monotonic() - start:.2f} seconds")
         return llama
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1) -> None:
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1, replica: int = 0
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self._runtime: runtimes.Runtime | None = None
         self._check_ranks = False
-        self._seed = seed
-        self._generator = make_generator(self._device, seed)
+        self._seed, self._replica = seed, replica
+        self._generator = self._seeded(seed)
         self._record = CacheRecord()
         self._lock = threading.Lock()
         self._turn_of: int | None = None  # the thread that holds the lock
@@ -501,11 +503,13 @@ class Llama:
     def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
         check_sampling(temperature, top_p)
         if seed is not None:
-            seed += 0 if self._runtime is None else self._runtime.replica
-            return Sampling(temperature, top_p, make_generator(self._device, seed))
+            return Sampling(temperature, top_p, self._seeded(seed))
         if self._generator.device != self._device:  # the caller has moved the model
-            self._generator = make_generator(self._device, self._seed)
+            self._generator = self._seeded(self._seed)
         return Sampling(temperature, top_p, self._generator)
+
+    def _seeded(self, seed: int) -> torch.Generator:
+        return make_generator(self._device, seed, self._replica)
 
     def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> frozenset[int]:
         ids = [] if stop_tokens is None else stop_tokens

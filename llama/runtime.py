@@ -11,11 +11,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ DTYPES = {
 }
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher sets
+SAME = "start every rank with the same checkpoint, arguments and prompts"
 CONNECT_S = 60  # ranks of one launch start within seconds; nobody needs longer to answer a call
 
 
@@ -47,15 +51,10 @@ class Runtime:
     world_size: int
     model_parallel_rank: int  # among the ranks that share one copy of the model
     model_parallel_size: int
-
-    @property
-    def replica(self) -> int:
-        """Which copy of the model this rank works for."""
-        return self.rank // self.model_parallel_size
-
-    @property
-    def replicas(self) -> int:
-        return self.world_size // self.model_parallel_size
+    replica: int  # which copy of the model it shares
+    replicas: int
+    timeout_s: float
+    store: dist.Store | None  # where ranks can leave word, if the world was made here
 
 
 def setup(
@@ -89,9 +88,15 @@ def setup(
         try:
             if launch is not None:
                 _made.start_world(launch, device, timeout_s)
-            arguments = {"model_parallel_size": model_parallel_size, **(arguments or {})}
-            check_same(arguments)
-            _made.start_groups(model_parallel_size, device)
+            check_same(
+                {
+                    "model_parallel_size": model_parallel_size,
+                    "dtype": dtype,
+                    "timeout_s": timeout_s,
+                    **(arguments or {}),
+                }
+            )
+            _made.start_groups(model_parallel_size, device, timeout_s)
         except BaseException:
             if not _users:
                 _made.release()
@@ -103,6 +108,10 @@ def setup(
             world_size=world_size,
             model_parallel_rank=groups.get_model_parallel_rank(),
             model_parallel_size=groups.get_model_parallel_world_size(),
+            replica=groups.get_data_parallel_rank(),
+            replicas=groups.get_data_parallel_world_size(),
+            timeout_s=timeout_s,
+            store=_made.store,
         )
         _users.add(runtime)
         return runtime
@@ -170,28 +179,34 @@ def available_bytes(device: torch.device) -> int | None:
     """Memory that can still be had on `device`; None where nobody tells."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.exists():
-        return None
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    machine_bytes = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([machine_bytes, *_cgroup_bytes(Path("/sys/fs/cgroup"))])
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    try:
+        available = 1024 * _number("MemAvailable:", Path("/proc/meminfo"))
+    except OSError:
+        return None  # not Linux
+    for limit, stat, used in CGROUPS:
+        with suppress(OSError, ValueError):  # the other version, or no limit
+            available = min(available, int(limit.read_text()) - _number(used, stat))
+    return max(0, available)
 
 
-def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """What the container that this process runs in may still take, where it has a limit."""
-    for folder, limit, usage in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit_bytes = int((folder / limit).read_text())
-            used_bytes = int((folder / usage).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        # The file cache counts as usage, and goes when memory is needed.
-        yield max(0, limit_bytes - used_bytes + int(stat.get("inactive_file", 0)))
+# How much Linux lets a container use, and what it does use: cgroups, version 2 and 1.
+_CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = [
+    (_CGROUP / "memory.max", _CGROUP / "memory.stat", "anon"),
+    (
+        _CGROUP / "memory/memory.limit_in_bytes",
+        _CGROUP / "memory/memory.stat",
+        "total_rss",
+    ),
+]
+
+
+def _number(word: str, file: Path) -> int:
+    """The number that follows `word` in a file of Linux's."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return next(int(line[1]) for line in lines if line[0] == word)
 
 
 @dataclass(frozen=True)
@@ -227,19 +242,27 @@ class _Made:
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
         self.groups: list[dist.ProcessGroup] = []
-        self.launches = 0  # counts equally on every rank, and keeps the keys of two launches apart
+        self.meeting: dist.Store | None = None  # kept: another rank may still be reading from it
+        self.store: dist.Store | None = None  # the part of it for the present world
+        self.launches = 0  # counts equally on every rank
 
     def start_world(self, launch: Launch, device: torch.device, timeout_s: float) -> None:
         if self.launches == 0:
             atexit.register(self.release)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        store = _meet(launch, backend, timeout_s, f"llama/{self.launches}")
+        if launch.address is None:
+            self.store = dist.HashStore()
+        else:
+            self.meeting = self.meeting or _meet(launch, min(timeout_s, CONNECT_S))
+            self.store = dist.PrefixStore(f"llama/{self.launches}", self.meeting)
+            self.store.set_timeout(timedelta(seconds=timeout_s))
+            _await_all(launch, self.store, backend, timeout_s)
         self.launches += 1
         hook = sys.excepthook
-        with _loopback(launch.world_size):
+        with loopback(launch.world_size):
             dist.init_process_group(
                 backend,
-                store=store,
+                store=self.store,
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=timeout_s),
@@ -248,7 +271,9 @@ class _Made:
         if launch.world_size == 1:
             sys.excepthook = hook  # torch's puts "[rank0]: " before each line of a traceback
 
-    def start_groups(self, model_parallel_size: int | None, device: torch.device) -> None:
+    def start_groups(
+        self, model_parallel_size: int | None, device: torch.device, timeout_s: float
+    ) -> None:
         world_size = dist.get_world_size()
         if groups.model_parallel_is_initialized():
             size = groups.get_model_parallel_world_size()
@@ -259,7 +284,7 @@ class _Made:
             )
         else:
             size = _model_parallel_size(model_parallel_size, world_size)
-            with _loopback(world_size), _silent_fairscale():
+            with loopback(world_size), _fairscale(timedelta(seconds=timeout_s)):
                 groups.initialize_model_parallel(size)
             self.groups = [
                 groups.get_data_parallel_group(),
@@ -281,7 +306,7 @@ class _Made:
             and groups.get_model_parallel_group() in made
         ):
             groups.destroy_model_parallel()
-        world, self.world = self.world, None
+        world, self.world, self.store = self.world, None, None
         if not dist.is_initialized():
             return
         if world is not None and world is dist.group.WORLD:
@@ -316,21 +341,21 @@ def _model_parallel_size(size: int | None, world_size: int) -> int:
     return size
 
 
-def _meet(launch: Launch, backend: str, timeout_s: float, prefix: str) -> dist.Store:
-    """A store that every rank has come to."""
-    if launch.address is None:
-        return dist.HashStore()
-    connect_s = min(timeout_s, CONNECT_S)
+def _meet(launch: Launch, timeout_s: float) -> dist.Store:
+    """The store that a launcher's environment leads to."""
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=connect_s)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (RuntimeError, ValueError) as error:
         raise LlamaError(
             f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, and within "
-            f"{connect_s:g} s the ranks did not meet at {launch.address}: start all of them with "
+            f"{timeout_s:g} s the ranks did not meet at {launch.address}: start all of them with "
             f"torchrun, or unset {', '.join(LAUNCHER)} to run as one process"
         ) from error
-    store = dist.PrefixStore(prefix, store)
-    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _await_all(launch: Launch, store: dist.Store, backend: str, timeout_s: float) -> None:
+    """Wait until every rank has come to `build`, since gloo would not say who is missing."""
     keys = [f"backend of {rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], backend)
     try:
@@ -338,52 +363,72 @@ def _meet(launch: Launch, backend: str, timeout_s: float, prefix: str) -> dist.S
     except RuntimeError as error:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise LlamaError(
-            f"rank {launch.rank} waited {timeout_s:g} s in build for {_ranks(absent)}: "
+            f"rank {launch.rank} waited {timeout_s:g} s in build for {name_ranks(absent)}: "
             "see what they say, and call build on every rank"
         ) from error
     backends = [store.get(key).decode() for key in keys]
     _require_same("the backend", backends, "give every rank the same kind of device")
-    return store
 
 
-def check_same(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not the same on every rank, and name the one that differs."""
-    if dist.get_world_size() == 1:
+def check_same(arguments: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Refuse arguments that are not the same on every rank of `group`, and name one that differs.
+
+    What cannot be compared on all of them (paths, the device) is not for here.
+    """
+    if dist.get_world_size(group) == 1:
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    shown = {name: _show(value) for name, value in arguments.items()}
+    dist.all_gather_object(everyone, shown, group=group)
     for name in arguments:
         values = [others.get(name) for others in everyone]
-        _require_same(name, values, "start every rank with the same arguments")
+        _require_same(name, values, SAME, group)
 
 
-def _require_same(name: str, values: list[Any], remedy: str) -> None:
-    differs = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-    require(
-        differs is None,
-        f"{name} is {values[0]} on rank 0 and {values[differs or 0]} on rank {differs}: {remedy}",
-    )
+def _show(value: Any) -> str:
+    """A short text that is different for different values."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}... (crc32 {zlib.crc32(text.encode()):08x})"
 
 
-def _ranks(ranks: list[int]) -> str:
+def _require_same(
+    name: str, values: list[Any], remedy: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """`values`: one of each rank of `group`."""
+    odd = next((i for i, value in enumerate(values) if value != values[0]), None)
+    if odd is not None:
+        ranks = range(len(values)) if group is None else dist.get_process_group_ranks(group)
+        raise LlamaError(
+            f"{name} is {values[0]} on rank {ranks[0]} and {values[odd]} on rank {ranks[odd]}: "
+            f"{remedy}"
+        )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 @contextmanager
-def _silent_fairscale() -> Iterator[None]:
-    """fairscale announces its groups on standard output, which belongs to the caller.
+def _fairscale(timeout: timedelta) -> Iterator[None]:
+    """Give fairscale's module a `print` and a `new_group` of its own for the time.
 
-    Its module gets a `print` of its own for the time, so that `sys.stdout` stays as it is.
+    It announces its groups on standard output, which belongs to the caller, and makes them with
+    torch's timeout of half an hour.
     """
-    vars(groups)["print"] = lambda *_: None
+    new_group = partial(dist.new_group, timeout=timeout)
+    distributed = SimpleNamespace(**{**vars(dist), "new_group": new_group})
+    names = vars(groups)
+    names["print"] = lambda *_: None
+    names["torch"] = SimpleNamespace(**{**vars(torch), "distributed": distributed})
     try:
         yield
     finally:
-        del vars(groups)["print"]
+        names["torch"] = torch
+        del names["print"]
 
 
 @contextmanager
-def _loopback(world_size: int) -> Iterator[None]:
+def loopback(world_size: int) -> Iterator[None]:
     """Make gloo listen on the loopback interface only, where all ranks are on this machine.
 
     Without this gloo takes the interface that the host's name resolves to, if it does. It reads

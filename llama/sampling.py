@@ -21,13 +21,13 @@ def check_sampling(temperature: float, top_p: float) -> None:
     require(0 <= top_p <= 1, f"top_p {top_p}: it must lie in [0, 1] (1 keeps every token)")
 
 
-def make_generator(device: torch.device, seed: int) -> torch.Generator:
-    """A source of draws on the device of the logits."""
+def make_generator(device: torch.device, seed: int, replica: int = 0) -> torch.Generator:
+    """A source of draws on the device of the logits, a different one for each replica."""
     require(
         isinstance(seed, int) and -(2**63) <= seed < 2**64,
         f"seed {seed!r}: it must be a whole number of at most 64 bits",
     )
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device).manual_seed(seed + replica)
 
 
 def sample(
