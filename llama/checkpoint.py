@@ -7,6 +7,7 @@ and where the two overlap is copied once, straight into the wanted dtype and ont
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -205,7 +206,10 @@ def open_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
 def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     """`open_checkpoint` without the comparison of tensors, which is `problems`."""
     path = Path(ckpt_dir)
-    require(path.is_dir(), f"{str(path)!r} is no folder: pass the folder that holds the checkpoint")
+    require(
+        path.is_dir() and os.access(path, os.R_OK | os.X_OK),
+        f"{str(path)!r} is no folder that can be read: pass the one that holds the checkpoint",
+    )
     shards = sorted(f for f in path.iterdir() if _META_SHARD.fullmatch(f.name))
     if shards and (path / "params.json").is_file():
         return _open_meta(path, shards)
@@ -218,11 +222,9 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     )
     inner = sorted(f.parent for name in ("params", "config") for f in path.glob(f"*/{name}.json"))
     hint = f"; did you mean {inner[0]}?" if inner else ""
-    held = sorted(f.name for f in path.iterdir())
-    listed = ", ".join(held[:8]) + ", ..." * (len(held) > 8) if held else "nothing"
     raise LlamaError(
         f"{path} holds no checkpoint, neither params.json with consolidated.00.pth (Meta) nor "
-        f"config.json with model.safetensors (Hugging Face), but {listed}{hint}"
+        f"config.json with model.safetensors (Hugging Face){hint}"
     )
 
 
@@ -256,7 +258,8 @@ def _hf_files(path: Path) -> list[Path]:
             return [single]
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
-            require(isinstance(weight_map, dict), f"{index} has no weight_map: download it again")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise LlamaError(f"{index} has no weight_map: download it again")
             return sorted({path / str(name) for name in weight_map.values()})
         require(
             not any(path.glob(f"{stem}-*{suffix}")),
@@ -286,7 +289,7 @@ def _embedding_shape(parts: dict[str, list[Part]], name: str, path: Path) -> tup
 
 def problems(checkpoint: Checkpoint) -> list[str]:
     """What keeps the files from being the model that they say they are, a sentence each."""
-    found = []
+    found: list[str] = []
     for name, parts in checkpoint.parts.items():
         if name in checkpoint.parameters:
             found += _misfits(checkpoint, name, parts)
@@ -345,12 +348,7 @@ def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
 
 
 def require_room(
-    args: ModelArgs,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
-    ranks: int = 1,
+    args: ModelArgs, *, device: torch.device | str, dtype: torch.dtype, ranks: int = 1
 ) -> None:
     """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
 
@@ -365,9 +363,9 @@ def require_room(
         least = torch.tensor(available, device=device)
         minimum = torch.distributed.ReduceOp.MIN
         torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
-        available = int(least) // (ranks if device.type == "cpu" else 1)
-    weights = args.weights_bytes(dtype, ranks)
-    cache = args.cache_bytes(cache_dtype or dtype, ranks)
+        on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        available = int(least) // (min(ranks, on_this_host) if device.type == "cpu" else 1)
+    weights, cache = args.weights_bytes(dtype, ranks), args.cache_bytes(dtype, ranks)
     require(
         weights + cache <= available,
         f"the weights need {format_bytes(weights)} and the cache {format_bytes(cache)} on each of "
@@ -384,29 +382,29 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     try:
-        available = 1024 * _number("MemAvailable:", "/proc/meminfo")
+        available = 1024 * _number("MemAvailable:", Path("/proc/meminfo"))
     except OSError:
         return None  # not Linux
     for limit, stat, used in _CGROUPS:
         with suppress(OSError, ValueError):  # the other version, or no limit
-            available = min(available, int(Path(limit).read_text()) - _number(used, stat))
+            at_most = int((_CGROUP / limit).read_text()) - _number(used, _CGROUP / stat)
+            available = min(available, at_most)
     return available
 
 
-# Where Linux says how much a container may use, and what it does use: cgroups, version 2 and 1.
+# Where a container's limit is found, and what of it is in use: control groups, versions 2 and 1.
+_CGROUP = Path("/sys/fs/cgroup")
 _CGROUPS = [
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat", "anon"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-        "total_rss",
-    ),
+    ("memory.max", "memory.stat", "anon"),
+    ("memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss"),
 ]
 
 
-def _number(word: str, file: str) -> int:
-    lines = (line.split() for line in Path(file).read_text().splitlines())
-    return next(int(line[1]) for line in lines if line[0] == word)
+def _number(word: str, file: Path) -> int:
+    found = re.search(rf"^{word}\s+(\d+)", file.read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{file} does not tell {word}")
+    return int(found[1])
 
 
 def load(
@@ -424,7 +422,9 @@ def load(
     rank, ranks = groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
     require_split(checkpoint.args, ranks)
     total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    with progress_bar("loading", total, shown=progress and rank == 0) as bar:
+    with progress_bar(
+        "loading", total, shown=progress and torch.distributed.get_rank() == 0
+    ) as bar:
         for name, parameter in list(model.named_parameters()):
             if name == OUTPUT and checkpoint.config.tied and ranks == 1:
                 tensor = model.tok_embeddings.weight.data

@@ -45,7 +45,7 @@ _SCALED_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_SCALED_ROPE_FACTORS = {(2048, 16): 32.0, (3072, 28): 32.0}
+_SCALED_ROPE_FACTORS: dict[Any, float] = {(2048, 16): 32.0, (3072, 28): 32.0}
 _ROPE_SCALINGS = {"linear": ("factor",), "llama3": tuple(_SCALED_ROPE)}
 _CALLERS = ("max_batch_size", "max_seq_len", "prefill_chunk")  # not the checkpoint's to choose
 CONTEXT = 4096  # Llama 2's, whose params.json does not say it
@@ -106,6 +106,7 @@ def _checked(params: dict[str, Any], context: Any, tied: bool, file: Path) -> Co
             kinds = (int,) if str(field.type).startswith("int") else (int, float)
             _require_number(params[field.name], field.name, file, kinds=kinds)
     args = ModelArgs(**params)
+    require(args.n_layers < 10_000, f"{file}: n_layers is {args.n_layers}, more than any model has")
     for what, whole, part in (
         ("dim", args.dim, args.n_heads),
         ("n_heads", args.n_heads, args.kv_heads),
@@ -124,7 +125,7 @@ def _rope_scaling(given: Any, context: int | None, file: Path) -> dict[str, Any]
     if not given:
         return None
     require(isinstance(given, dict), f"{file}: the rope scaling is {given!r}: it must be an object")
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = str(given.get("rope_type", given.get("type", "default")))
     if any(isinstance(value, dict) for value in given.values()):
         kind = "of several kinds"
     if kind == "default":

@@ -41,12 +41,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise LlamaError(f"{path} is missing: download it too") from error
-    except (OSError, ValueError, RecursionError) as error:
-        what = looks_like(path) or "not JSON"
-        what = "damaged JSON" if what == "JSON" else what
-        raise LlamaError(f"{path} is {what} ({error}): download it again") from error
+    except OSError as error:
+        raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        what = looks_like(path) or "of an unknown kind"
+        what = "damaged JSON" if what == "JSON" else f"{what} and not JSON"
+        raise LlamaError(f"{path} is {what}: download it again") from error
     require(isinstance(found, dict), f"{path} holds a {type(found).__name__}: it must be an object")
     return found
 
@@ -61,7 +61,7 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         what = looks_like(path)
     except OSError as error:
-        raise LlamaError(f"{path} cannot be read ({error.strerror}): check its owner") from error
+        raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
     require(
         what in expected,
         f"{path} is {what or 'of an unknown kind'} and not {' or '.join(expected)}: "

@@ -284,6 +284,17 @@ def test_the_available_memory_is_less_than_what_the_machine_has() -> None:
     assert available is None or 0 < available < total
 
 
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checkpoints, "_CGROUP", tmp_path)
+    if available_bytes(CPU) is None:
+        pytest.skip("nobody tells the memory here")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.stat").write_text("anon 3000000\nfile 2000000\n")
+    assert available_bytes(CPU) > 10**7
+    (tmp_path / "memory.max").write_text("10000000\n")
+    assert available_bytes(CPU) == 7_000_000  # what the kernel can drop is not in use
+
+
 def test_a_bar_is_shown_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_bar("loading", 10) as bar:
         assert bar.disable
@@ -502,7 +513,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
 
 
 def test_a_place_without_a_checkpoint_is_said_to_have_none(tmp_path: Path) -> None:
-    with pytest.raises(LlamaError, match=r"nowhere' is no folder"):
+    with pytest.raises(LlamaError, match=r"nowhere' is no folder that can be read"):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(LlamaError, match=r"holds no checkpoint.*Hugging Face\)$"):
         open_checkpoint(tmp_path)
