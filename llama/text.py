@@ -86,8 +86,12 @@ class RowText:
     def finish(self) -> str:
         """The text that was held back. Cuts the pieces where the text ends."""
         tail = self._decoder.finish()
+        if tail and not self._generated:  # the echoed text ends within a character
+            self._echoed[-1] += tail
+            self.text += tail
+            return tail
         if tail:
-            (self._generated or self._echoed)[-1] += tail
+            self._generated[-1] += tail
         passed = self._finder.push(tail) + self._finder.finish()
         self.text += passed
         room = len(self.text) - sum(map(len, self._echoed))

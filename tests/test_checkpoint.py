@@ -515,7 +515,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
 def test_a_place_without_a_checkpoint_is_said_to_have_none(tmp_path: Path) -> None:
     with pytest.raises(LlamaError, match=r"nowhere' is no folder that can be read"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(LlamaError, match=r"holds no checkpoint.*Hugging Face\)$"):
+    with pytest.raises(LlamaError, match=r"holds no checkpoint.*Hugging Face\), but nothing$"):
         open_checkpoint(tmp_path)
     write_meta(tmp_path / "llama-2-7b")
     with pytest.raises(LlamaError, match=r"did you mean .*llama-2-7b\?"):
