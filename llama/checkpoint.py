@@ -222,9 +222,11 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     )
     inner = sorted(f.parent for name in ("params", "config") for f in path.glob(f"*/{name}.json"))
     hint = f"; did you mean {inner[0]}?" if inner else ""
+    held = sorted(f.name for f in path.iterdir())
+    listed = ", ".join(held[:8]) + ", ..." * (len(held) > 8) if held else "nothing"
     raise LlamaError(
         f"{path} holds no checkpoint, neither params.json with consolidated.00.pth (Meta) nor "
-        f"config.json with model.safetensors (Hugging Face){hint}"
+        f"config.json with model.safetensors (Hugging Face), but {listed}{hint}"
     )
 
 
@@ -348,7 +350,12 @@ def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
 
 
 def require_room(
-    args: ModelArgs, *, device: torch.device | str, dtype: torch.dtype, ranks: int = 1
+    args: ModelArgs,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> None:
     """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
 
@@ -365,7 +372,8 @@ def require_room(
         torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
         on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         available = int(least) // (min(ranks, on_this_host) if device.type == "cpu" else 1)
-    weights, cache = args.weights_bytes(dtype, ranks), args.cache_bytes(dtype, ranks)
+    weights = args.weights_bytes(dtype, ranks)
+    cache = args.cache_bytes(cache_dtype or dtype, ranks)
     require(
         weights + cache <= available,
         f"the weights need {format_bytes(weights)} and the cache {format_bytes(cache)} on each of "
