@@ -249,6 +249,7 @@ class _Made:
     def start_world(self, launch: Launch, device: torch.device, timeout_s: float) -> None:
         if self.launches == 0:
             atexit.register(self.release)
+        groups.destroy_model_parallel()  # those of a world that the caller has destroyed
         backend = "nccl" if device.type == "cuda" else "gloo"
         if launch.address is None:
             self.store = dist.HashStore()
@@ -330,7 +331,7 @@ def _model_parallel_size(size: int | None, world_size: int) -> int:
     )
     require(
         size <= world_size,
-        f"model_parallel_size {size} needs as many processes, and there are {world_size}: "
+        f"model_parallel_size {size} needs as many processes, and this run has {world_size}: "
         f"start with torchrun --nproc_per_node {size}, or leave model_parallel_size out",
     )
     require(
