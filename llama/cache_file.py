@@ -94,14 +94,12 @@ def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:
         )
     args, buffers = model.params, _buffers(model)
     rows = {int(name.split(".")[0]): t.tolist() for name, t in tensors.items() if "tokens" in name}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for row, tokens in rows.items():
         held = min(len(tokens), args.n_slots)
-        fits = row < args.max_batch_size and all(
-            tensors[f"{row}.{name}"].shape == (held, *buffer.shape[2:])
-            for name, buffer in buffers.items()
-        )
+        needed = {f"{row}.{name}": (held, *b.shape[2:]) for name, b in buffers.items()}
         require(
-            fits,
+            row < args.max_batch_size and needed.items() <= shapes.items(),
             f"row {row} of {path} holds {len(tokens)} tokens, and does not fit "
             f"{args.max_batch_size} rows of {args.n_slots} slots: build with the max_batch_size, "
             "max_seq_len and prefill_chunk that it was written with",
