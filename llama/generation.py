@@ -144,7 +144,12 @@ class Llama:
             dtype=dtype,
             model_parallel_size=model_parallel_size,
             timeout_s=timeout_s,
-            arguments={**vars(args), "seed": seed, "check_ranks": check_ranks},
+            arguments={
+                **vars(args),
+                "kv_cache_dtype": kv_cache_dtype,
+                "seed": seed,
+                "check_ranks": check_ranks,
+            },
         )
         try:
             model = _load(args, checkpoint, runtime, kv_cache_dtype)
