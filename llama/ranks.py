@@ -26,7 +26,7 @@ from llama.runtime import Runtime, check_same, loopback, name_ranks
 
 T = TypeVar("T")
 
-GRACE_S = 3  # ranks that wait for the same one run into the timeout at almost the same time
+GRACE_S = 2  # ranks that wait for the same one run into the timeout at almost the same time
 FOREVER = timedelta(days=365)
 
 

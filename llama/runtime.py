@@ -365,7 +365,7 @@ def _await_all(launch: Launch, store: dist.Store, backend: str, timeout_s: float
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise LlamaError(
             f"rank {launch.rank} waited {timeout_s:g} s in build for {name_ranks(absent)}: "
-            "see what they say, and call build on every rank"
+            "see what it does there, and call build on every rank"
         ) from error
     backends = [store.get(key).decode() for key in keys]
     _require_same("the backend", backends, "give every rank the same kind of device")
