@@ -388,15 +388,16 @@ class Transformer(nn.Module):
         """positions: (bsz, seqlen)."""
         n_slots, window = self.params.n_slots, self.params.sliding_window
         angles = positions[..., None, None] * self.rope_freqs
-        n_rep = self.layers[0].attention.n_rep
-        seen = kv_cache.visible(positions, n_slots, kv_len, window).repeat(1, n_rep, 1)
-        bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+        hidden = ~kv_cache.visible(positions, n_slots, kv_len, window)[:, None]
+        shape = (len(positions), self.layers[0].attention.n_rep, *hidden.shape[2:])
+        bias = torch.zeros(shape, dtype=dtype, device=hidden.device)
+        bias.masked_fill_(hidden, float("-inf"))
         return Step(
             cos=angles.cos(),
             sin=angles.sin(),
             rows=torch.arange(len(positions), device=positions.device)[:, None],
             slots=kv_cache.slot_of(positions, n_slots),
-            bias=bias[:, None],
+            bias=bias.flatten(1, 2)[:, None],
         )
 
     def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
