@@ -35,8 +35,8 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     has_tags,
 )
 from llama.decoding import FinishReason, Row, Sampling
-from llama.errors import LlamaError, checked_ids, checked_list, require
-from llama.kv_cache import checked_dtype
+from llama.errors import checked_ids, checked_list, require
+from llama.loading import checked_path, checked_size, load_model, load_tokenizer
 from llama.memory import usage
 from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
@@ -124,21 +124,16 @@ class Llama:
             verbose: say on rank 0 how long it took.
         """
         start = time.monotonic()
-        ckpt_dir = STORIES if ckpt_dir is None else _path("ckpt_dir", ckpt_dir)
+        ckpt_dir = STORIES if ckpt_dir is None else checked_path("ckpt_dir", ckpt_dir)
         checkpoint = checkpoints.open_checkpoint(ckpt_dir)
         window = {} if sliding_window is None else {"sliding_window": sliding_window}
         args = ModelArgs(
             **{**checkpoint.params, **window},
             prefill_chunk=prefill_chunk,
-            max_seq_len=_size("max_seq_len", max_seq_len, 512),
-            max_batch_size=_size("max_batch_size", max_batch_size, 8),
+            max_seq_len=checked_size("max_seq_len", max_seq_len, 512),
+            max_batch_size=checked_size("max_batch_size", max_batch_size, 8),
         )
-        tokenizer = Tokenizer(_find_tokenizer(ckpt_dir, tokenizer_path))
-        require(
-            tokenizer.n_words <= args.vocab_size,
-            f"the tokenizer has {tokenizer.n_words} pieces, and the checkpoint has embeddings for "
-            f"{args.vocab_size}: pass the tokenizer.model that belongs to the checkpoint",
-        )
+        tokenizer = load_tokenizer(ckpt_dir, tokenizer_path, args.vocab_size)
         runtime = runtimes.setup(
             device=device,
             dtype=dtype,
@@ -152,7 +147,7 @@ class Llama:
             },
         )
         try:
-            model = _load(args, checkpoint, runtime, kv_cache_dtype)
+            model = load_model(args, checkpoint, runtime, kv_cache_dtype)
             llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
         except BaseException:
             runtimes.teardown(runtime)
@@ -542,65 +537,6 @@ class Llama:
                 yield
             finally:
                 self._turn_of = None
-
-
-def _size(name: str, size: int | None, default: int) -> int:
-    size = default if size is None else size
-    require(
-        isinstance(size, int) and size > 0, f"{name} {size!r}: it must be a whole number above 0"
-    )
-    return size
-
-
-def _path(name: str, path: str | Path) -> Path:
-    require(
-        isinstance(path, (str, Path)),
-        f"{name} {path!r} is a {type(path).__name__}: pass a path",
-    )
-    require(
-        not str(path).lstrip().startswith("--"),
-        f"{name} is {str(path)!r}, which looks like an option: a backslash for a line's end may be "
-        "left in a command that was pasted as one line: remove it",
-    )
-    return Path(path)
-
-
-def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
-    if tokenizer_path is not None:
-        return _path("tokenizer_path", tokenizer_path)
-    for folder in (ckpt_dir, ckpt_dir.parent):
-        if (folder / "tokenizer.model").is_file():
-            return folder / "tokenizer.model"
-    raise LlamaError(
-        f"there is no tokenizer.model in {str(ckpt_dir)!r} nor in the folder above it: "
-        "pass tokenizer_path"
-    )
-
-
-def _load(
-    args: ModelArgs,
-    checkpoint: checkpoints.Checkpoint,
-    runtime: runtimes.Runtime,
-    kv_cache_dtype: str | torch.dtype | None,
-) -> Transformer:
-    """This rank's part of the model, on its device."""
-    device, dtype = runtime.device, runtime.dtype
-    cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
-    checkpoints.require_room(
-        args,
-        device=device,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        ranks=runtime.model_parallel_size,
-    )
-    # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
-    with torch.inference_mode(False):
-        with torch.device("meta"):
-            model = Transformer(args)
-        checkpoints.load(model, checkpoint, device=device, dtype=dtype)
-        model.allocate_state(device, cache_dtype)
-    ranks.check_weights(runtime, model)
-    return model.eval()
 
 
 def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:

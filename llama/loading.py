@@ -1,0 +1,85 @@
+"""The steps of `Llama.build`: its arguments, the tokenizer, this rank's part of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from llama import checkpoint as checkpoints
+from llama import ranks
+from llama.errors import LlamaError, require
+from llama.kv_cache import checked_dtype
+from llama.model import ModelArgs, Transformer
+from llama.runtime import Runtime
+from llama.tokenizer import Tokenizer
+
+
+def checked_size(name: str, size: int | None, default: int) -> int:
+    size = default if size is None else size
+    require(
+        isinstance(size, int) and size > 0, f"{name} {size!r}: it must be a whole number above 0"
+    )
+    return size
+
+
+def checked_path(name: str, path: str | Path) -> Path:
+    require(
+        isinstance(path, (str, Path)),
+        f"{name} {path!r} is a {type(path).__name__}: pass a path",
+    )
+    require(
+        not str(path).lstrip().startswith("--"),
+        f"{name} is {str(path)!r}, which looks like an option: a backslash for a line's end may be "
+        "left in a command that was pasted as one line: remove it",
+    )
+    return Path(path)
+
+
+def load_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer at a path, or the one that lies with the checkpoint."""
+    tokenizer = Tokenizer(_find_tokenizer(ckpt_dir, tokenizer_path))
+    require(
+        tokenizer.n_words <= vocab_size,
+        f"the tokenizer has {tokenizer.n_words} pieces, and the checkpoint has embeddings for "
+        f"{vocab_size}: pass the tokenizer.model that belongs to the checkpoint",
+    )
+    return tokenizer
+
+
+def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
+    if tokenizer_path is not None:
+        return checked_path("tokenizer_path", tokenizer_path)
+    for folder in (ckpt_dir, ckpt_dir.parent):
+        if (folder / "tokenizer.model").is_file():
+            return folder / "tokenizer.model"
+    raise LlamaError(
+        f"there is no tokenizer.model in {str(ckpt_dir)!r} nor in the folder above it: "
+        "pass tokenizer_path"
+    )
+
+
+def load_model(
+    args: ModelArgs,
+    checkpoint: checkpoints.Checkpoint,
+    runtime: Runtime,
+    kv_cache_dtype: str | torch.dtype | None,
+) -> Transformer:
+    """This rank's part of the model, on its device."""
+    device, dtype = runtime.device, runtime.dtype
+    cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
+    checkpoints.require_room(
+        args,
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        ranks=runtime.model_parallel_size,
+    )
+    # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
+    with torch.inference_mode(False):
+        with torch.device("meta"):
+            model = Transformer(args)
+        checkpoints.load(model, checkpoint, device=device, dtype=dtype)
+        model.allocate_state(device, cache_dtype)
+    ranks.check_weights(runtime, model)
+    return model.eval()
