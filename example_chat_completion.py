@@ -8,12 +8,15 @@ Without a checkpoint the small one that ships with the package is used.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import fire
 
 from llama import Dialog, Llama, LlamaError
+from llama.ranks import read_on_rank_0
 
 # The shipped model knows small children's stories, and nothing else.
 STORY_DIALOGS: list[Dialog] = [
@@ -41,6 +44,7 @@ DIALOGS: list[Dialog] = [
         {"role": "user", "content": "How does a lock of a canal work?"},
     ],
 ]
+LAUNCHED = "RANK" in os.environ  # by torchrun, which ends its ranks on Ctrl-C
 HELP = "/reset begins anew, /system TEXT begins anew with a system message, /quit or Ctrl-D ends."
 
 
@@ -65,7 +69,8 @@ def main(
     )
     options = {"max_gen_len": max_gen_len, "temperature": temperature, "top_p": top_p}
     if interactive:
-        chat(llama, options)
+        with suppress(KeyboardInterrupt):
+            chat(llama, options)
         return
     dialogs = STORY_DIALOGS if ckpt_dir is None else DIALOGS
     results = llama.chat_completion(dialogs, **options)
@@ -84,7 +89,7 @@ def chat(llama: Llama, options: dict) -> None:
     show = print if llama.rank == 0 else lambda *_, **__: None
     show(HELP)
     dialog: Dialog = []
-    while (line := read_line()) is not None:
+    while (line := read_on_rank_0(read_line)) is not None:
         command, _, rest = line.strip().partition(" ")
         if command == "/quit":
             break
@@ -105,6 +110,8 @@ def read_line() -> str | None:
             return input("> ")
         except KeyboardInterrupt:
             print()
+            if LAUNCHED:
+                return None
         except EOFError:
             return None
 
@@ -122,6 +129,8 @@ def answer(llama: Llama, dialog: Dialog, options: dict, show: Callable[..., None
         if end.value["finish_reason"] == "length":
             note = " (cut short: the context or max_gen_len is full; /reset begins anew)"
     except KeyboardInterrupt:
+        if LAUNCHED:
+            raise
         note = " (stopped)"
     except LlamaError as error:
         show(f"{error}\n/reset begins anew.")

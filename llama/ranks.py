@@ -130,7 +130,7 @@ def waiting(
         ):
             raise
         peers = [rank for rank in dist.get_process_group_ranks(group()) if rank != runtime.rank]
-        raise LlamaError(_failure(runtime, what, peers, "Timed out" in str(error))) from error
+        raise RuntimeError(_failure(runtime, what, peers, "Timed out" in str(error))) from error
 
 
 def _failure(runtime: Runtime, what: str, peers: list[int], timed_out: bool) -> str:
