@@ -93,6 +93,19 @@ def test_a_converted_llama_2_has_the_keys_that_the_original_code_knows() -> None
     assert converted == {**params, "multiple_of": 256}
 
 
+def test_a_llama_3_folder_is_inspected_and_converted(tmp_path: Path) -> None:
+    llama3 = {"use_scaled_rope": True, "rope_theta": 5e5}
+    src = write_meta(tmp_path / "src", shards=4, embedding_axis=0, **llama3)
+    (src / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    assert python("-m", "llama", "inspect", src).returncode == 0
+    convert(src, tmp_path / "hf", to="hf")
+    assert open_checkpoint(tmp_path / "hf").args == open_checkpoint(src).args
+    assert (tmp_path / "hf/tokenizer.model").exists()
+    convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    for name, tensor in weights().items():
+        assert torch.equal(open_checkpoint(tmp_path / "meta").read(name), tensor)
+
+
 def test_shards_are_those_that_training_on_as_many_ranks_would_have_written(tmp_path: Path) -> None:
     state = weights()
     folder = write_meta(tmp_path / "from1", state)
