@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from collections.abc import Callable
 
@@ -57,10 +58,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed
     try:
         fire.Fire(COMMANDS, name="python -m llama")
     except LlamaError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
