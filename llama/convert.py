@@ -65,20 +65,19 @@ def convert(
     require(known, f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst)).resolve()
     _require_replaceable(target, checkpoint.path.resolve(), force)
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype])
-    _require_disk(target.parent, job.total_bytes)
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
+        _require_disk(partial, job.total_bytes)
         with progress_bar("writing", job.total_bytes) as bar:
             _WRITERS[to](job, bar)
         _copy_companions(checkpoint.path, partial)
         _swap_in(partial, target)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save: a RuntimeError
         raise LlamaError(
-            f"{target} could not be written, and nothing was changed: check the room on the disk "
-            f"({format_bytes(job.total_bytes)} are needed)"
+            f"{target} could not be written, and nothing was changed: check that the folder is "
+            f"yours and that there is room for {format_bytes(job.total_bytes)}"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -193,8 +192,8 @@ def _require_disk(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     require(
         needed_bytes <= free,
-        f"{folder} has {format_bytes(free)} of room, and {format_bytes(needed_bytes)} are needed: "
-        "make room, choose another disk, or a smaller --dtype",
+        f"{folder.parent} has {format_bytes(free)} of room, and {format_bytes(needed_bytes)} are "
+        "needed: make room, choose another disk, or a smaller --dtype",
     )
 
 
