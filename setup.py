@@ -4,7 +4,7 @@ from setuptools import setup
 
 here = Path(__file__).parent
 plot = ["matplotlib"]
-test = ["pytest", "hypothesis", "numpy", "transformers", "ruff", *plot]
+test = ["pytest", "hypothesis", "transformers", "ruff", "mypy", *plot]
 
 setup(
     name="llama",

@@ -50,7 +50,7 @@ def read_row(model: Transformer, record: CacheRecord, row: int) -> CachedRow:
         x = kv_cache.read(cache[row : row + 1], scales, 1, len(slots), dtype)[0].transpose(0, 1)
         return x if start == 0 else x[slots.to(x.device)]
 
-    attentions = [layer.attention for layer in model.layers]
+    attentions = model.attentions
     return CachedRow(
         tokens=tokens[start:],
         start=start,
@@ -107,8 +107,8 @@ def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:
     for row, tokens in rows.items():
         record.truncate(row, 0)
         for name, buffer in buffers.items():
-            held = tensors[f"{row}.{name}"]
-            buffer[row, : len(held)] = held.to(buffer.device)
+            kept = tensors[f"{row}.{name}"]
+            buffer[row, : len(kept)] = kept.to(buffer.device)
         record.extend(row, tokens)
 
 
@@ -134,8 +134,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 def _buffers(model: Transformer) -> dict[str, torch.Tensor]:
     return {
         f"layers.{i}.{name}": buffer
-        for i, layer in enumerate(model.layers)
-        for name, buffer in layer.attention.named_buffers(recurse=False)
+        for i, attention in enumerate(model.attentions)
+        for name, buffer in attention.named_buffers(recurse=False)
     }
 
 
@@ -146,7 +146,7 @@ def _identity(model: Transformer) -> dict[str, str]:
         "format": "llama-kv-cache-1",
         "rank": f"{rank} of {ranks}",
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(model.layers[0].attention.cache_k.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(model.attentions[0].cache_k.dtype).removeprefix("torch."),
         "sliding_window": str(model.params.sliding_window),
         "model": _digest(model),
     }

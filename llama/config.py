@@ -142,7 +142,7 @@ def _rope_scaling(given: Any, context: int | None, file: Path) -> dict[str, Any]
 
 
 def _require_number(
-    value: Any, name: str, file: Path, kinds: tuple[type, ...] = (int, float)
+    value: Any, name: str, file: Path, kinds: tuple[type[int] | type[float], ...] = (int, float)
 ) -> None:
     require(
         value is None or (isinstance(value, kinds) and value > 0),

@@ -209,8 +209,8 @@ def feed(
 def clear_cache(model: Transformer, record: CacheRecord) -> None:
     """Zero the cache and forget what it held."""
     record.forget()
-    for layer in model.layers:
-        layer.attention.clear_cache()
+    for attention in model.attentions:
+        attention.clear_cache()
 
 
 def check_finite(model: Transformer, record: CacheRecord, finite: bool) -> None:

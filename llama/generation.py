@@ -47,22 +47,24 @@ from llama.tokenizer import Tokenizer
 STORIES = Path(__file__).parent / "stories"  # the checkpoint that ships with the package
 
 
-class CompletionPrediction(TypedDict, total=False):
-    generation: str
-    finish_reason: FinishReason
+class Details(TypedDict, total=False):
+    """What a prediction has beside its text."""
+
+    finish_reason: FinishReason | None
     tokens: list[str]  # with logprobs=True; they join to the generated text
     logprobs: list[float]  # with logprobs=True; one for each of `tokens`
 
 
-class ChatPrediction(TypedDict, total=False):
+class CompletionPrediction(Details, total=False):
+    generation: str
+
+
+class ChatPrediction(Details, total=False):
     generation: Message
-    finish_reason: FinishReason
-    tokens: list[str]
-    logprobs: list[float]
 
 
 class StreamResult(TypedDict):
-    finish_reasons: list[FinishReason]
+    finish_reasons: list[FinishReason | None]
     logprobs: list[list[float]] | None
 
 
@@ -192,7 +194,7 @@ class Llama:
         if self.model is None:
             return
         with self._turn():
-            self.model = None
+            self.model = None  # type: ignore[assignment]  # _args comes first
             if self._runtime is not None:
                 runtimes.teardown(self._runtime)
 
@@ -314,7 +316,9 @@ class Llama:
         }
         how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
         texts = self._complete(list(rows.values()), how, stop, logprobs=logprobs, echo=False)
-        refusal = {"finish_reason": "stop"} | ({"tokens": [], "logprobs": []} if logprobs else {})
+        refusal: Details = {"finish_reason": "stop"}
+        if logprobs:
+            refusal |= {"tokens": [], "logprobs": []}
         answers = [(UNSAFE_ERROR, refusal) for _ in dialogs]
         for i, answer in zip(rows, texts, strict=True):
             answers[i] = answer
@@ -368,9 +372,9 @@ class Llama:
         logprobs: bool,
         score: bool = False,
     ) -> Iterator[list[int | None]]:
-        agree = None
-        with self._turn(), ranks.waiting(self._runtime):
-            if self._check_ranks and self._runtime.model_parallel_size > 1:
+        agree, runtime = None, self._runtime
+        with self._turn(), ranks.waiting(runtime):
+            if self._check_ranks and runtime is not None and runtime.model_parallel_size > 1:
                 ranks.check_call(rows, how, logprobs=logprobs, score=score, stop_tokens=stop_tokens)
                 agree = ranks.check_tokens
             yield from decoding.decode(
@@ -407,10 +411,10 @@ class Llama:
 
     def _complete(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
-    ) -> list[tuple[str, dict]]:
+    ) -> list[tuple[str, Details]]:
         """The text of each of any number of rows, and the other keys of its prediction."""
 
-        def answer(rows: Sequence[Row]) -> list[tuple[str, dict]]:
+        def answer(rows: Sequence[Row]) -> list[tuple[str, Details]]:
             return self._answer(rows, how, stop, logprobs=logprobs, echo=echo)
 
         if self._runtime is None or self._runtime.replicas == 1:
@@ -419,7 +423,7 @@ class Llama:
 
     def _answer(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
-    ) -> list[tuple[str, dict]]:
+    ) -> list[tuple[str, Details]]:
         """As `_complete`, on this copy of the model."""
         texts = [RowText(self.tokenizer, stop, row.prompt * echo) for row in rows]
         size = self._args.max_batch_size
@@ -544,9 +548,9 @@ def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:
     return allow_tags or not has_tags(dialog)
 
 
-def _details(row: Row, text: RowText, logprobs: bool, echo: bool) -> dict:
+def _details(row: Row, text: RowText, logprobs: bool, echo: bool) -> Details:
     """The keys of a prediction beside its text."""
-    details = {"finish_reason": row.finish_reason}
+    details: Details = {"finish_reason": row.finish_reason}
     if logprobs:
         pieces = text.pieces
         details |= {"tokens": pieces, "logprobs": row.all_logprobs(echo)[: len(pieces)]}

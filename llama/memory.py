@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def architecture(model: str) -> tuple[ModelArgs, bool]:
     `model` is a known name, or the folder of a checkpoint.
     """
     if model in ARCHITECTURES:
-        shape = dict(zip(_FIELDS, ARCHITECTURES[model], strict=True))
+        shape: dict[str, Any] = dict(zip(_FIELDS, ARCHITECTURES[model], strict=True))
         return ModelArgs(**shape, sliding_window=WINDOWS.get(model), max_batch_size=1), False
     require(
         Path(model).is_dir(),
@@ -122,7 +123,7 @@ def memory(
     weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
     cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
     args, tied = architecture(model)
-    options = {
+    options: dict[str, Any] = {
         "max_seq_len": max_seq_len,
         "sliding_window": sliding_window,
         "prefill_chunk": prefill_chunk,
@@ -141,7 +142,7 @@ def memory(
 
 def usage(model: Transformer, record: CacheRecord) -> dict[str, int]:
     """Bytes of a model on this rank: `weights_bytes`, `cache_bytes`, and `used_bytes` of it."""
-    args, attention = model.params, model.layers[0].attention
+    args, attention = model.params, model.attentions[0]
     # By address, since a tied output layer has the embedding's.
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     cache = args.cache_bytes(attention.cache_k.dtype, args.kv_heads // attention.n_local_kv_heads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -196,6 +196,11 @@ class Attention(nn.Module):
     `.to()` and are not part of the state dict.
     """
 
+    cache_k: torch.Tensor
+    cache_v: torch.Tensor
+    scale_k: torch.Tensor | None
+    scale_v: torch.Tensor | None
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
@@ -309,6 +314,8 @@ class Transformer(nn.Module):
     Weights are uninitialized memory until a checkpoint is loaded, as in the original.
     """
 
+    rope_freqs: torch.Tensor
+
     def __init__(self, params: ModelArgs) -> None:
         super().__init__()
         self.params = params
@@ -323,9 +330,14 @@ class Transformer(nn.Module):
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Make what is not in a checkpoint: the caches, empty, and the rotary frequencies."""
-        for layer in self.layers:
-            layer.attention.allocate_cache(device, dtype)
+        for attention in self.attentions:
+            attention.allocate_cache(device, dtype)
         self._set_rope_freqs(device)
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The owners of the cache, layer by layer."""
+        return [cast(TransformerBlock, layer).attention for layer in self.layers]
 
     def _set_rope_freqs(self, device: torch.device | str | None) -> None:
         args = self.params
@@ -386,17 +398,17 @@ class Transformer(nn.Module):
 
     def _step(self, positions: torch.Tensor, kv_len: int, dtype: torch.dtype) -> Step:
         """positions: (bsz, seqlen)."""
-        n_slots, window = self.params.n_slots, self.params.sliding_window
+        args = self.params
         angles = positions[..., None, None] * self.rope_freqs
-        hidden = ~kv_cache.visible(positions, n_slots, kv_len, window)[:, None]
-        shape = (len(positions), self.layers[0].attention.n_rep, *hidden.shape[2:])
+        hidden = ~kv_cache.visible(positions, args.n_slots, kv_len, args.sliding_window)[:, None]
+        shape = (len(positions), args.n_heads // args.kv_heads, *hidden.shape[2:])
         bias = torch.zeros(shape, dtype=dtype, device=hidden.device)
         bias.masked_fill_(hidden, float("-inf"))
         return Step(
             cos=angles.cos(),
             sin=angles.sin(),
             rows=torch.arange(len(positions), device=positions.device)[:, None],
-            slots=kv_cache.slot_of(positions, n_slots),
+            slots=kv_cache.slot_of(positions, args.n_slots),
             bias=bias.flatten(1, 2)[:, None],
         )
 

@@ -108,6 +108,7 @@ _input_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # world -> its p
 def _input_group() -> dist.ProcessGroup:
     """All ranks, over gloo whatever the device, and with no timeout to speak of."""
     world = dist.group.WORLD
+    assert world is not None
     if world not in _input_groups:
         _input_groups.clear()  # those of a world that is gone
         with loopback(dist.get_world_size()):
@@ -149,18 +150,19 @@ def _failure(runtime: Runtime, what: str, peers: list[int], timed_out: bool) -> 
 
 def _absent(runtime: Runtime, peers: list[int], wait_s: float) -> list[int]:
     """Those of `peers` that do not say within `wait_s` that they have stopped too."""
-    absent = list(peers)
+    absent, store = list(peers), runtime.store
+    if store is None:
+        return absent
 
     def ask() -> None:
-        runtime.store.set(f"stopped {runtime.rank}", "")
+        store.set(f"stopped {runtime.rank}", "")
         end = time.monotonic() + wait_s
         while absent and time.monotonic() < end:
-            absent[:] = [r for r in absent if not runtime.store.check([f"stopped {r}"])]
+            absent[:] = [r for r in absent if not store.check([f"stopped {r}"])]
             time.sleep(0.1)
 
-    if runtime.store is not None:
-        # A thread, since nothing ends a question to a machine that cannot be reached.
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(wait_s + 1)
+    # A thread, since nothing ends a question to a machine that cannot be reached.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(wait_s + 1)
     return absent

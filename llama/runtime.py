@@ -130,10 +130,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.float16
     known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    require(
-        known in DTYPES.values(),
-        f"dtype {str(dtype)!r} is unknown: pass one of {', '.join(DTYPES)}",
-    )
+    if known is None or known not in DTYPES.values():
+        raise LlamaError(f"dtype {str(dtype)!r} is unknown: pass one of {', '.join(DTYPES)}")
     return known
 
 
