@@ -16,6 +16,7 @@ from llama.tokenizer import Tokenizer
 
 
 def checked_size(name: str, size: int | None, default: int) -> int:
+    """A number of positions or rows; None stands for `default`."""
     size = default if size is None else size
     require(
         isinstance(size, int) and size > 0, f"{name} {size!r}: it must be a whole number above 0"
@@ -24,6 +25,7 @@ def checked_size(name: str, size: int | None, default: int) -> int:
 
 
 def checked_path(name: str, path: str | Path) -> Path:
+    """A path that is not an option in the wrong place."""
     require(
         isinstance(path, (str, Path)),
         f"{name} {path!r} is a {type(path).__name__}: pass a path",

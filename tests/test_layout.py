@@ -1,0 +1,88 @@
+"""The shape of the code: which way imports point, how long functions are, that names exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import llama
+
+PACKAGE = Path(llama.__file__).parent
+ROOT = PACKAGE.parent
+MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+# Each module may import those before it, and no other of the package.
+LAYERS = [
+    *["errors", "files", "kv_cache", "layers", "tokenizer", "sampling", "runtime"],
+    *["model", "chat", "text", "prefix", "config"],
+    *["checkpoint", "memory", "convert", "cache_file", "decoding", "ranks", "loading"],
+    *["generation", "__init__", "__main__"],
+]
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The modules of the package that a module imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "llama":
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llama."):
+            yield node.module.removeprefix("llama.")
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("llama.")]
+            yield from (name.removeprefix("llama.") for name in names)
+
+
+def test_every_module_has_its_place() -> None:
+    assert set(LAYERS) == set(MODULES)
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_imports_point_one_way(module: str) -> None:
+    below = LAYERS[: LAYERS.index(module)]
+    assert set(imported(MODULES[module])) <= set(below)
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_no_function_has_more_than_50_lines_of_code(module: str) -> None:
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 50, f"{module}.{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_everything_public_says_what_it_is(module: str) -> None:
+    """A docstring for each module, and for each public function that is no method."""
+    tree = MODULES[module]
+    assert ast.get_docstring(tree) or module == "__main__"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module}.{node.name}"
+
+
+def test_the_files_that_the_readme_lists_are_those_that_there_are() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^llama/(\w+)\.py ", readme, re.MULTILINE))
+    assert listed == set(MODULES) - {"__init__"}
+
+
+def test_names_in_docstrings_and_in_the_readme_exist() -> None:
+    """Of `Name.attribute` and `name(...)`, the name and the attribute."""
+    known: set[str] = set()
+    for module in LAYERS[:-1]:
+        loaded = importlib.import_module(f"llama.{module}" if module != "__init__" else "llama")
+        known |= set(vars(loaded))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    texts = {"README.md": readme}
+    texts |= {name: ast.get_docstring(tree) or "" for name, tree in MODULES.items()}
+    for where, text in texts.items():
+        for owner, attribute in re.findall(r"`([A-Z]\w+)\.(\w+)", text):
+            assert owner in known, f"{where}: {owner}"
+            holder = getattr(llama.generation, owner, None) or getattr(llama.model, owner, None)
+            assert holder is None or hasattr(holder, attribute), f"{where}: {owner}.{attribute}"
