@@ -120,6 +120,7 @@ def memory(
         budget: of one rank, such as 24GiB: print also what fits.
         plot: a file to draw the cache against the weights into, over the length of the context.
     """
+    model = str(model)  # the command line makes a number of a folder named 7
     weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
     cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
     args, tied = architecture(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -212,6 +213,22 @@ def test_a_row_of_an_int8_cache_is_shown_dequantised(llama: Llama) -> None:
         # Half of a 127th of a head's largest value, and rounding of the scale.
         atol = float(expected.abs().amax()) / 127 * 0.6
         torch.testing.assert_close(shown, expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["torch.cat", "none"])
+def test_what_the_benchmark_compares_with_computes_the_same(
+    kind: str, llama: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.tensor([PROMPT])
+    expected = llama.model(tokens, 0)
+    for name in ("write", "read"):
+        monkeypatch.setattr(kv_cache, name, getattr(kv_cache, name))  # to be put back
+    benchmark = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "kv_cache.py"))
+    benchmark["use_another_cache"](kind)
+    torch.testing.assert_close(llama.model(tokens[:, :-1], 0), expected[:, :-1], atol=ATOL, rtol=0)
+    first = 0 if kind == "none" else len(PROMPT) - 1
+    last = llama.model(tokens[:, first:], first, only_last=True)
+    torch.testing.assert_close(last, expected[:, -1:], atol=ATOL, rtol=0)
 
 
 # Its file
