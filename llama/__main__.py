@@ -58,6 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
+    """Run a command; a mistake is one line on standard error and the exit status 1."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed
     try:
         fire.Fire(COMMANDS, name="python -m llama")
