@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -211,7 +210,7 @@ def draw(plan: Plan, path: str, *, title: str) -> None:
     except ImportError as error:
         raise LlamaError("a plot needs matplotlib: pip install matplotlib") from error
     args = plan.args
-    grouped = args.kv_heads if 1 < args.kv_heads < args.n_heads else math.gcd(args.n_heads // 2, 8)
+    grouped = args.kv_heads if 1 < args.kv_heads < args.n_heads else max(1, args.n_heads // 4)
     window = args.sliding_window or 4096
     curves = {
         f"multi-head ({args.n_heads})": (args.n_heads, None),
