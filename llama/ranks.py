@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +21,11 @@ from llama.decoding import Row, Sampling
 from llama.errors import LlamaError
 from llama.layers import all_gather
 from llama.model import RMSNorm, Transformer
-from llama.runtime import Runtime, check_same, loopback, name_ranks
+from llama.runtime import Runtime, check_same, input_group, name_ranks
 
 T = TypeVar("T")
 
 GRACE_S = 2  # ranks that wait for the same one run into the timeout at almost the same time
-FOREVER = timedelta(days=365)
 
 
 def check_weights(runtime: Runtime, model: Transformer) -> None:
@@ -88,7 +86,6 @@ def read_on_rank_0(read: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
-    group = _input_group()
     told: list[Any] = [None, False]
     ended: EOFError | None = None
     if dist.get_rank() == 0:
@@ -96,24 +93,10 @@ def read_on_rank_0(read: Callable[[], T]) -> T:
             told = [read(), False]
         except EOFError as error:
             told, ended = [None, True], error
-    dist.broadcast_object_list(told, src=0, group=group)
+    dist.broadcast_object_list(told, src=0, group=input_group())
     if told[1]:
         raise ended or EOFError("the input of rank 0 has ended")
     return told[0]
-
-
-_input_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # world -> its patient twin
-
-
-def _input_group() -> dist.ProcessGroup:
-    """All ranks, over gloo whatever the device, and with no timeout to speak of."""
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _input_groups:
-        _input_groups.clear()  # those of a world that is gone
-        with loopback(dist.get_world_size()):
-            _input_groups[world] = dist.new_group(backend="gloo", timeout=FOREVER)
-    return _input_groups[world]
 
 
 @contextmanager

@@ -240,6 +240,7 @@ class _Made:
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
         self.groups: list[dist.ProcessGroup] = []
+        self.input: dist.ProcessGroup | None = None
         self.meeting: dist.Store | None = None  # kept: another rank may still be reading from it
         self.store: dist.Store | None = None  # the part of it for the present world
         self.launches = 0  # counts equally on every rank
@@ -247,7 +248,9 @@ class _Made:
     def start_world(self, launch: Launch, device: torch.device, timeout_s: float) -> None:
         if self.launches == 0:
             atexit.register(self.release)
-        groups.destroy_model_parallel()  # those of a world that the caller has destroyed
+        # Groups may be left from a world that the caller has destroyed.
+        self.groups, self.input = [], None
+        groups.destroy_model_parallel()
         backend = "nccl" if device.type == "cuda" else "gloo"
         if launch.address is None:
             self.store = dist.HashStore()
@@ -258,7 +261,7 @@ class _Made:
             _await_all(launch, self.store, backend, timeout_s)
         self.launches += 1
         hook = sys.excepthook
-        with loopback(launch.world_size):
+        with _loopback(launch.world_size):
             dist.init_process_group(
                 backend,
                 store=self.store,
@@ -283,7 +286,7 @@ class _Made:
             )
         else:
             size = _model_parallel_size(model_parallel_size, world_size)
-            with loopback(world_size), _fairscale(timedelta(seconds=timeout_s)):
+            with _loopback(world_size), _fairscale(timedelta(seconds=timeout_s)):
                 groups.initialize_model_parallel(size)
             self.groups = [
                 groups.get_data_parallel_group(),
@@ -298,21 +301,37 @@ class _Made:
         )
 
     def release(self) -> None:
-        made, self.groups = self.groups, []
-        if (
-            made
-            and groups.model_parallel_is_initialized()
-            and groups.get_model_parallel_group() in made
-        ):
-            groups.destroy_model_parallel()
+        """Give up what was made here; nothing of the caller's."""
+        made, self.groups, self.input = self.groups, [], None
         world, self.world, self.store = self.world, None, None
         if not dist.is_initialized():
             return
-        if world is not None and world is dist.group.WORLD:
+        backends = []
+        for group in made if world is None else [*made, world]:
+            with suppress(RuntimeError):  # a group of nccl has none for the CPU
+                backends.append(group._get_backend(torch.device("cpu")))
+        if groups.model_parallel_is_initialized() and groups.get_model_parallel_group() in made:
+            groups.destroy_model_parallel()
+        if world is dist.group.WORLD:
             dist.destroy_process_group()
         elif world is None:
             for group in made:
                 dist.destroy_process_group(group)
+        # The backends go last, on their own: torch 2.6 ends the threads of a group with Python's
+        # lock held, and one of them may be waiting for that lock.
+        made.clear()
+        group = world = None
+        backends.clear()
+
+
+def input_group() -> dist.ProcessGroup:
+    """All ranks, over gloo whatever the device, and with no timeout to speak of."""
+    with _lock:
+        if _made.input is None:
+            with _loopback(dist.get_world_size()):
+                _made.input = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+            _made.groups.append(_made.input)
+        return _made.input
 
 
 _lock = threading.RLock()
@@ -427,7 +446,7 @@ def _fairscale(timeout: timedelta) -> Iterator[None]:
 
 
 @contextmanager
-def loopback(world_size: int) -> Iterator[None]:
+def _loopback(world_size: int) -> Iterator[None]:
     """Make gloo listen on the loopback interface only, where all ranks are on this machine.
 
     Without this gloo takes the interface that the host's name resolves to, if it does. It reads
