@@ -55,9 +55,15 @@ def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
     for folder in (ckpt_dir, ckpt_dir.parent):
         if (folder / "tokenizer.model").is_file():
             return folder / "tokenizer.model"
+    hint = ""
+    if (ckpt_dir / "tokenizer.json").is_file():
+        hint = (
+            ", the SentencePiece file from the model's own download page (all of Llama 2 share "
+            "one); the tokenizer.json that is there cannot take its place"
+        )
     raise LlamaError(
         f"there is no tokenizer.model in {str(ckpt_dir)!r} nor in the folder above it: "
-        "pass tokenizer_path"
+        f"pass tokenizer_path{hint}"
     )
 
 

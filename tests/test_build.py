@@ -163,6 +163,9 @@ def test_the_tokenizer_is_found_in_the_folder_above(tmp_path: Path) -> None:
         shutil.copy(GOLDEN / "rand_mqa" / name, folder)
     with pytest.raises(LlamaError, match=r"no tokenizer.model.*pass tokenizer_path"):
         Llama.build(folder, verbose=False)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(LlamaError, match=r"SentencePiece file .* tokenizer.json that is there"):
+        Llama.build(folder, verbose=False)
     shutil.copy(GOLDEN / "rand_mqa" / "tokenizer.model", tmp_path)
     Llama.build(folder, max_seq_len=16, verbose=False).close()
 
