@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from llama.errors import LlamaError, require
 from llama.files import map_tensors, read_json
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
+from llama.runtime import available_bytes
 
 # The shape of the whole, the axis that ranks and Meta's shards split (None: each has it whole), and
 # the name in a Hugging Face folder. A layer's names have `layers.N.` or `model.layers.N.` in front.
@@ -356,6 +356,7 @@ def require_room(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
     ranks: int = 1,
+    tied: bool = False,
 ) -> None:
     """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
 
@@ -372,7 +373,7 @@ def require_room(
         torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
         on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         available = int(least) // (min(ranks, on_this_host) if device.type == "cpu" else 1)
-    weights = args.weights_bytes(dtype, ranks)
+    weights = args.weights_bytes(dtype, ranks, tied=tied)
     cache = args.cache_bytes(cache_dtype or dtype, ranks)
     require(
         weights + cache <= available,
@@ -381,38 +382,6 @@ def require_room(
         f"({args.max_seq_len}) or max_batch_size ({args.max_batch_size}), or choose a smaller "
         f"dtype than {str(dtype).removeprefix('torch.')}, or quantize",
     )
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """The memory that can still be had; None where nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    try:
-        available = 1024 * _number("MemAvailable:", Path("/proc/meminfo"))
-    except OSError:
-        return None  # not Linux
-    for limit, stat, used in _CGROUPS:
-        with suppress(OSError, ValueError):  # the other version, or no limit
-            at_most = int((_CGROUP / limit).read_text()) - _number(used, _CGROUP / stat)
-            available = min(available, at_most)
-    return available
-
-
-# Where a container's limit is found, and what of it is in use: control groups, versions 2 and 1.
-_CGROUP = Path("/sys/fs/cgroup")
-_CGROUPS = [
-    ("memory.max", "memory.stat", "anon"),
-    ("memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss"),
-]
-
-
-def _number(word: str, file: Path) -> int:
-    found = re.search(rf"^{word}\s+(\d+)", file.read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"{file} does not tell {word}")
-    return int(found[1])
 
 
 def load(

@@ -82,6 +82,7 @@ def load_model(
         dtype=dtype,
         cache_dtype=cache_dtype,
         ranks=runtime.model_parallel_size,
+        tied=checkpoint.config.tied,
     )
     # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
     with torch.inference_mode(False):

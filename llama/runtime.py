@@ -183,21 +183,18 @@ def available_bytes(device: torch.device) -> int | None:
         available = 1024 * _number("MemAvailable:", Path("/proc/meminfo"))
     except OSError:
         return None  # not Linux
-    for limit, stat, used in CGROUPS:
+    for limit, stat, used in _CGROUPS:
         with suppress(OSError, ValueError):  # the other version, or no limit
-            available = min(available, int(limit.read_text()) - _number(used, stat))
+            at_most = int((_CGROUP / limit).read_text()) - _number(used, _CGROUP / stat)
+            available = min(available, at_most)
     return max(0, available)
 
 
-# How much Linux lets a container use, and what it does use: cgroups, version 2 and 1.
+# How much Linux lets a container use, and what it does use: control groups, version 2 and 1.
 _CGROUP = Path("/sys/fs/cgroup")
-CGROUPS = [
-    (_CGROUP / "memory.max", _CGROUP / "memory.stat", "anon"),
-    (
-        _CGROUP / "memory/memory.limit_in_bytes",
-        _CGROUP / "memory/memory.stat",
-        "total_rss",
-    ),
+_CGROUPS = [
+    ("memory.max", "memory.stat", "anon"),
+    ("memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss"),
 ]
 
 

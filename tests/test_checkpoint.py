@@ -24,7 +24,6 @@ from llama import Llama, LlamaError, Tokenizer
 from llama import checkpoint as checkpoints
 from llama.checkpoint import (
     Checkpoint,
-    available_bytes,
     load,
     open_checkpoint,
     progress_bar,
@@ -276,23 +275,6 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_the_knobs(
         require_room(args, device=CPU, dtype=torch.float16)
     with pytest.raises(LlamaError, match="max_seq_len"):
         built(folder)
-
-
-def test_the_available_memory_is_less_than_what_the_machine_has() -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = available_bytes(CPU)
-    assert available is None or 0 < available < total
-
-
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checkpoints, "_CGROUP", tmp_path)
-    if available_bytes(CPU) is None:
-        pytest.skip("nobody tells the memory here")
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.stat").write_text("anon 3000000\nfile 2000000\n")
-    assert available_bytes(CPU) > 10**7
-    (tmp_path / "memory.max").write_text("10000000\n")
-    assert available_bytes(CPU) == 7_000_000  # what the kernel can drop is not in use
 
 
 def test_a_bar_is_shown_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:

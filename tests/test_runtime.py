@@ -10,7 +10,7 @@ import pytest
 import torch
 from spawn import Run, python
 
-from llama import LlamaError
+from llama import LlamaError, runtime
 from llama.runtime import CONNECT_S, available_bytes, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -109,6 +109,17 @@ def test_available_memory_is_no_more_than_the_machine_has() -> None:
         pytest.skip("only Linux tells")
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     assert 0 < available < 1024 * int(fields["MemTotal"].split()[0])
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runtime, "_CGROUP", tmp_path)
+    if available_bytes(CPU) is None:
+        pytest.skip("nobody tells the memory here")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.stat").write_text("anon 3000000\nfile 2000000\n")
+    assert available_bytes(CPU) > 10**7
+    (tmp_path / "memory.max").write_text("10000000\n")
+    assert available_bytes(CPU) == 7_000_000  # what the kernel can drop is not in use
 
 
 def test_a_process_alone_listens_on_loopback_only_and_leaves_all_as_it_was() -> None:
