@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -303,7 +303,7 @@ class _Made:
         world, self.world, self.store = self.world, None, None
         if not dist.is_initialized():
             return
-        backends = []
+        backends, group = [], cast("dist.ProcessGroup | None", None)
         for group in made if world is None else [*made, world]:
             with suppress(RuntimeError):  # a group of nccl has none for the CPU
                 backends.append(group._get_backend(torch.device("cpu")))
