@@ -16,7 +16,7 @@ import torch
 
 from llama import sampling
 from llama.errors import LlamaError
-from llama.model import Transformer
+from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
 
 FinishReason = Literal["stop", "length"]
@@ -136,11 +136,10 @@ def prefill(
 
     Returns the logits of each row's last token, (bsz, vocab_size).
     """
-    n_slots = model.params.n_slots
-    starts = [0 if score else record.reusable(i, row.prompt, n_slots) for i, row in enumerate(rows)]
-    chunk = chunk_len(model, rows)
+    args, prompts = model.params, [row.prompt for row in rows]
+    starts = [0 if score else record.reusable(i, p, args.n_slots) for i, p in enumerate(prompts)]
     while True:
-        pieces = [row.prompt[s : s + chunk] for row, s in zip(rows, starts, strict=True)]
+        pieces = [p[s : s + chunk_len(args, s)] for p, s in zip(prompts, starts, strict=True)]
         logits = read(model, record, starts, pieces, only_last=not score)
         if score:
             for row, s, row_logits in zip(rows, starts, logits, strict=True):
@@ -153,13 +152,9 @@ def prefill(
         starts = [min(end, len(row.prompt) - 1) for end, row in zip(ends, rows, strict=True)]
 
 
-def chunk_len(model: Transformer, rows: Sequence[Row]) -> int:
-    """How many tokens of each prompt one pass may read."""
-    args = model.params
-    chunk = args.prefill_chunk or args.n_slots
-    if max(len(row.prompt) for row in rows) > args.n_slots:
-        chunk = min(chunk, args.longest_chunk)
-    return chunk
+def chunk_len(args: ModelArgs, start: int) -> int:
+    """How many tokens of a prompt one pass may read from position `start` on."""
+    return min(args.prefill_chunk or args.n_slots, max(args.n_slots - start, args.longest_chunk))
 
 
 def read(

@@ -164,6 +164,16 @@ def test_with_a_window_prompts_and_answers_may_be_longer_than_the_cache(folder: 
         ]
 
 
+def test_a_ring_is_filled_at_once_and_then_turned_by_what_it_can_lose(folder: Path) -> None:
+    prompts = [TOKENS[0, :46].tolist(), TOKENS[1, :20].tolist()]
+    with built(folder, max_seq_len=40, sliding_window=38) as llama, counted(llama) as counts:
+        answers = llama.generate(prompts, 0, logprobs=True, echo=True)[1]
+        assert counts == [2 * 40, 2 * 3, 2 * 3]
+        expected = written_out(llama.model, TOKENS[:1, :46], 38)[0].log_softmax(-1)
+        expected = expected[:-1].gather(-1, TOKENS[0, 1:46, None])[:, 0]
+        assert answers[0][1:] == pytest.approx(expected.tolist(), abs=ATOL)
+
+
 def test_a_ring_that_has_turned_is_reused_only_by_what_continues_it(folder: Path) -> None:
     prompt = TOKENS[0, :60].tolist()
     with built(folder, sliding_window=7, prefill_chunk=5) as llama:
