@@ -165,7 +165,7 @@ def report(plan: Plan, *, title: str) -> Iterator[str]:
         f"weights, {_name(plan.dtype)}": plan.weights_bytes,
         f"cache per token, {_name(plan.cache_dtype)}": plan.token_bytes,
         f"cache per sequence, {args.n_slots} slots": plan.row_bytes,
-        f"cache, {args.max_batch_size} sequences": plan.cache_bytes,
+        f"cache, batch of {args.max_batch_size}": plan.cache_bytes,
         "weights and cache": plan.weights_bytes + plan.cache_bytes,
     }
     whole_first = [ranks, 1] if ranks > 1 else [1]
@@ -194,12 +194,12 @@ def what_fits(plan: Plan, budget_bytes: int) -> Iterator[str]:
     yield _line("budget", format_bytes(budget_bytes))
     yield _line("left for the cache", format_bytes(left))
     yield _line(
-        f"longest context, {args.max_batch_size} sequences",
+        f"longest context, batch of {args.max_batch_size}",
         "without end: the window fits" if longest is None else f"{longest} tokens",
     )
     yield _line(
         f"largest batch, {args.n_slots} slots each",
-        f"{kv_cache.largest_batch(left, plan.row_bytes)} sequences",
+        f"{kv_cache.largest_batch(left, plan.row_bytes)} rows",
     )
 
 

@@ -20,13 +20,13 @@ def test_the_table_of_a_named_model_holds_weights_token_sequence_and_all(capsys)
     assert table["weights, float16"] == "13.48 GB (12.55 GiB)"
     assert table["cache per token, float16"] == "524.29 kB (512.00 KiB)"
     assert table["cache per sequence, 2048 slots"] == "1.07 GB (1.00 GiB)"
-    assert table["cache, 8 sequences"] == "8.59 GB (8.00 GiB)"
+    assert table["cache, batch of 8"] == "8.59 GB (8.00 GiB)"
     assert table["weights and cache"] == "22.07 GB (20.55 GiB)"
 
 
 def test_with_several_ranks_the_table_has_a_column_for_each_of_them(capsys) -> None:
     memory("llama-2-70b", model_parallel_size=8)
-    whole, rank = lines(capsys)["cache, 1 sequences"].split("   ", 1)
+    whole, rank = lines(capsys)["cache, batch of 1"].split("   ", 1)
     assert whole == "1.34 GB (1.25 GiB)"
     assert rank.strip() == "167.77 MB (160.00 MiB)"
 
@@ -43,13 +43,13 @@ def test_a_budget_tells_the_longest_context_and_the_largest_batch(capsys) -> Non
     memory("llama-2-7b", max_seq_len=2048, max_batch_size=4, budget="24GiB")
     table = lines(capsys)
     assert table["left for the cache"] == "12.29 GB (11.45 GiB)"
-    assert table["longest context, 4 sequences"] == "5861 tokens"
-    assert table["largest batch, 2048 slots each"] == "11 sequences"
+    assert table["longest context, batch of 4"] == "5861 tokens"
+    assert table["largest batch, 2048 slots each"] == "11 rows"
 
 
 def test_with_a_window_that_fits_the_context_has_no_end(capsys) -> None:
     memory("mistral-7b", budget="24GiB")
-    assert lines(capsys)["longest context, 1 sequences"].startswith("without end")
+    assert lines(capsys)["longest context, batch of 1"].startswith("without end")
 
 
 def test_a_budget_below_the_weights_is_refused_with_what_is_missing() -> None:
