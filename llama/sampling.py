@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from llama.errors import require
 
+MOST_LIKELY = 1024  # how many tokens are looked at before all of them are sorted
 NOT_FINITE = -1  # what `sample` returns in place of a token id for a row without usable logits
 
 
@@ -57,14 +59,28 @@ def sample_top_p(
     Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). `probs`: (bsz, n). Without a
     `generator` the draw comes from torch's global one.
     """
-    probs, tokens = probs.sort(dim=-1, descending=True)
-    probs = probs.masked_fill(probs.cumsum(-1) - probs > p, 0.0)
+    probs, tokens = _nucleus(probs, p)
     probs = probs / probs.sum(-1, keepdim=True)
     # The smallest of exponential waiting times with the rates p is token i with probability p_i.
     # So does torch.multinomial draw, with the same numbers, but a NaN makes it abort the process
     # on CUDA.
     waits = torch.empty_like(probs).exponential_(generator=generator)
     return tokens.gather(-1, (probs / waits).argmax(-1, keepdim=True))
+
+
+def _nucleus(probs: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kept probabilities in falling order and zeros behind them, (bsz, n), and their tokens."""
+    n = probs.shape[-1]
+    if probs.device.type == "cpu" and n > 2 * MOST_LIKELY:  # elsewhere the look would be a wait
+        top, tokens = probs.topk(MOST_LIKELY)
+        kept = top.masked_fill(top.cumsum(-1) - top > p, 0.0)
+        # The full sort begins just so if every row is cut off, and if no two of what is kept are
+        # equal, whose order is the sort's to choose.
+        equal = (top[:, 1:] == top[:, :-1]) & (kept[:, :-1] > 0)
+        if not bool((kept[:, -1] > 0).any() | equal.any()):
+            return F.pad(kept, (0, n - MOST_LIKELY)), F.pad(tokens, (0, n - MOST_LIKELY))
+    ordered, tokens = probs.sort(dim=-1, descending=True)
+    return ordered.masked_fill(ordered.cumsum(-1) - ordered > p, 0.0), tokens
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""What is done in a faster way gives what the plain way gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llama import layers, sampling
+from llama.sampling import MOST_LIKELY, make_generator, sample_top_p
+
+CPU = torch.device("cpu")
+IN, OUT = 320, 2500  # more than SMALL numbers, and no whole number of tiles
+
+
+def plain_top_p(probs: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    """Nucleus sampling over a full sort."""
+    ordered, tokens = probs.sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered > p, 0.0)
+    waits = torch.empty_like(ordered).exponential_(generator=generator)
+    best = (ordered / ordered.sum(-1, keepdim=True) / waits).argmax(-1, keepdim=True)
+    return tokens.gather(-1, best)
+
+
+def logits(spread: float, *, equal: bool = False) -> torch.Tensor:
+    x = torch.randn(4, 5 * MOST_LIKELY, generator=make_generator(CPU, 0)) * spread
+    return x.round() if equal else x
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "logits", [logits(3), logits(0.1), logits(3, equal=True)], ids=["peaked", "flat", "equal"]
+)
+def test_top_p_over_the_most_likely_draws_what_top_p_over_all_draws(
+    logits: torch.Tensor, p: float
+) -> None:
+    probs = logits.softmax(-1)
+    for seed in range(20):
+        fast, plain = make_generator(CPU, seed), make_generator(CPU, seed)
+        assert torch.equal(sample_top_p(probs, p, generator=fast), plain_top_p(probs, p, plain))
+        assert torch.equal(fast.get_state(), plain.get_state())
+
+
+def test_all_tokens_are_sorted_only_where_the_most_likely_do_not_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sorts = 0
+    sort = torch.Tensor.sort
+
+    def counting(*args: object, **kwargs: object) -> object:
+        nonlocal sorts
+        sorts += 1
+        return sort(*args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch.Tensor, "sort", counting)
+    sampling.sample(logits(3), 0.6, 0.9, make_generator(CPU, 0))
+    assert sorts == 0
+    for x, p in ((logits(0.1), 0.9), (logits(3), 1.0), (logits(3, equal=True), 0.9)):
+        sampling.sample(x, 1.0, p, make_generator(CPU, 0))
+    assert sorts == 3
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_product_is_that_of_float64(
+    rows: int, dtype: torch.dtype, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_SLOW_DTYPES", {torch.bfloat16, torch.float16} if slow else set())
+    x = torch.randn(rows, 2, IN).to(dtype)
+    weight = (torch.randn(OUT, IN) / IN**0.5).to(dtype)
+    assert weight.numel() > layers.SMALL
+    y = layers.linear(x, weight)
+    assert (y.dtype, y.shape) == (dtype, (rows, 2, OUT))
+    expected = F.linear(x.double(), weight.double())
+    # One rounding to the dtype, whose eps it is relative to, and sums in float32 before it.
+    torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(dtype).eps, atol=2e-5)
+
+
+def test_a_product_that_training_needs_keeps_its_gradient() -> None:
+    weight, x = torch.randn(OUT, IN, requires_grad=True), torch.ones(1, IN, requires_grad=True)
+    layers.linear(x.detach(), weight).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(OUT, IN))
+    layers.linear(x, weight.detach()).sum().backward()
+    torch.testing.assert_close(x.grad, weight.detach().sum(0)[None])
+
+
+def test_a_callers_own_compile_of_a_product_has_one_graph() -> None:
+    weight, x = torch.randn(OUT, IN), torch.randn(1, 1, IN)
+    compiled = torch.compile(layers.linear, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        assert torch.equal(compiled(x, weight), layers.linear(x, weight))
