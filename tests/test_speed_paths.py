@@ -82,7 +82,8 @@ def test_a_product_that_training_needs_keeps_its_gradient() -> None:
     layers.linear(x.detach(), weight).sum().backward()
     assert torch.equal(weight.grad, torch.ones(OUT, IN))
     layers.linear(x, weight.detach()).sum().backward()
-    torch.testing.assert_close(x.grad, weight.detach().sum(0)[None])
+    # Both are sums of 2500 numbers of about 1 in float32, in different orders.
+    torch.testing.assert_close(x.grad, weight.detach().sum(0)[None], atol=2e-3, rtol=0)
 
 
 def test_a_callers_own_compile_of_a_product_has_one_graph() -> None:
