@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llama import kv_cache
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, checked_path, require
 from llama.files import looks_like
 from llama.model import Transformer
 from llama.prefix import CacheRecord
@@ -38,8 +38,8 @@ def read_row(model: Transformer, record: CacheRecord, row: int) -> CachedRow:
     """Views of the buffers, or copies if the ring has turned or the cache is in int8."""
     args, tokens = model.params, record.tokens(row)
     require(
-        0 <= row < args.max_batch_size,
-        f"row {row}, and the cache has {args.max_batch_size}: rows go from 0 on",
+        isinstance(row, int) and 0 <= row < args.max_batch_size,
+        f"row {row!r}, and the cache has {args.max_batch_size}: rows go from 0 on",
     )
     start = max(0, len(tokens) - args.n_slots)
     slots = kv_cache.slot_of(torch.arange(start, len(tokens)), args.n_slots)
@@ -106,14 +106,15 @@ def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:
         )
     for row, tokens in rows.items():
         record.truncate(row, 0)
-        for name, buffer in buffers.items():
-            kept = tensors[f"{row}.{name}"]
-            buffer[row, : len(kept)] = kept.to(buffer.device)
+        with record.write():
+            for name, buffer in buffers.items():
+                kept = tensors[f"{row}.{name}"]
+                buffer[row, : len(kept)] = kept.to(buffer.device)
         record.extend(row, tokens)
 
 
 def _of_this_rank(path: str | Path) -> Path:
-    path, ranks = Path(path), groups.get_model_parallel_world_size()
+    path, ranks = checked_path(path, "path"), groups.get_model_parallel_world_size()
     return path if ranks == 1 else Path(f"{path}.{groups.get_model_parallel_rank()}")
 
 

@@ -172,13 +172,14 @@ def read(
     lengths = [len(piece) for piece in pieces]
     width = max(lengths)
     padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
-    logits = model(
-        torch.tensor(padded, device=device),
-        torch.tensor(starts, device=device),
-        lengths=None if min(lengths) == width else torch.tensor(lengths, device=device),
-        kv_len=min(max(map(operator.add, starts, lengths)), model.params.n_slots),
-        only_last=only_last,
-    )
+    with record.write():
+        logits = model(
+            torch.tensor(padded, device=device),
+            torch.tensor(starts, device=device),
+            lengths=None if min(lengths) == width else torch.tensor(lengths, device=device),
+            kv_len=min(max(map(operator.add, starts, lengths)), model.params.n_slots),
+            only_last=only_last,
+        )
     for i, piece in enumerate(pieces):
         record.extend(i, piece)
     return logits
@@ -194,7 +195,8 @@ def feed(
     """One pass over the newest token of each row: the next logits, (bsz, vocab_size)."""
     longest = max(len(row.prompt) + len(row.tokens) for row in rows)
     kv_len = min(longest, model.params.n_slots)
-    logits = model(tokens[:, None], positions, kv_len=kv_len, only_last=True)
+    with record.write():
+        logits = model(tokens[:, None], positions, kv_len=kv_len, only_last=True)
     for i, row in enumerate(rows):
         if row.is_running:
             record.extend(i, row.tokens[-1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -30,12 +31,43 @@ def checked_list(values: Iterable[Any], name: str) -> list[Any]:
     return list(values)
 
 
+def whole(value: Any) -> int | None:
+    """`value` as an int, if it is a whole number of whatever type."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def checked_whole(value: Any, name: str, least: int = 0) -> int:
+    """`value` as an int of at least `least`."""
+    number = whole(value)
+    if number is None or number < least:
+        raise LlamaError(f"{name} {value!r:.80}: it must be a whole number from {least} on")
+    return number
+
+
 def checked_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
     """Token ids as a list of ints."""
-    checked = checked_list(ids, name)
-    for i, id in enumerate(checked):
-        require(
-            hasattr(id, "__index__") and 0 <= operator.index(id) < vocab_size,
-            f"token {i} of {name} is {id!r:.40}: pass whole numbers from 0 to {vocab_size - 1}",
-        )
-    return [operator.index(id) for id in checked]
+    checked = []
+    for i, id in enumerate(checked_list(ids, name)):
+        number = whole(id)
+        if number is None or not 0 <= number < vocab_size:
+            raise LlamaError(
+                f"token {i} of {name} is {id!r:.40}: pass whole numbers from 0 to {vocab_size - 1}"
+            )
+        checked.append(number)
+    return checked
+
+
+def checked_path(path: str | Path, name: str) -> Path:
+    """A path that is not an option in the wrong place."""
+    require(
+        isinstance(path, (str, Path)), f"{name} {path!r} is a {type(path).__name__}: pass a path"
+    )
+    require(
+        not str(path).lstrip().startswith("--"),
+        f"{name} is {str(path)!r}, which looks like an option: a backslash for a line's end may be "
+        "left in a command that was pasted as one line: remove it",
+    )
+    return Path(path)

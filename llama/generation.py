@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
+from types import GeneratorType
+from typing import TypedDict, cast
 
 import torch
 
@@ -35,12 +36,12 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     has_tags,
 )
 from llama.decoding import FinishReason, Row, Sampling
-from llama.errors import checked_ids, checked_list, require
-from llama.loading import checked_path, checked_size, load_model, load_tokenizer
+from llama.errors import checked_ids, checked_list, checked_path, checked_whole, require
+from llama.loading import load_model, load_tokenizer
 from llama.memory import usage
 from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
-from llama.sampling import check_sampling, make_generator, sample_top_p  # noqa: F401
+from llama.sampling import checked_temperature, checked_top_p, make_generator, sample_top_p  # noqa: F401
 from llama.text import RowText, checked_stops
 from llama.tokenizer import Tokenizer
 
@@ -126,14 +127,14 @@ class Llama:
             verbose: say on rank 0 how long it took.
         """
         start = time.monotonic()
-        ckpt_dir = STORIES if ckpt_dir is None else checked_path("ckpt_dir", ckpt_dir)
+        ckpt_dir = STORIES if ckpt_dir is None else checked_path(ckpt_dir, "ckpt_dir")
         checkpoint = checkpoints.open_checkpoint(ckpt_dir)
         window = {} if sliding_window is None else {"sliding_window": sliding_window}
         args = ModelArgs(
             **{**checkpoint.params, **window},
             prefill_chunk=prefill_chunk,
-            max_seq_len=checked_size("max_seq_len", max_seq_len, 512),
-            max_batch_size=checked_size("max_batch_size", max_batch_size, 8),
+            max_seq_len=_size(max_seq_len, "max_seq_len", 512),
+            max_batch_size=_size(max_batch_size, "max_batch_size", 8),
         )
         tokenizer = load_tokenizer(ckpt_dir, tokenizer_path, args.vocab_size)
         runtime = runtimes.setup(
@@ -177,6 +178,7 @@ class Llama:
         self._record = CacheRecord()
         self._lock = threading.Lock()
         self._turn_of: int | None = None  # the thread that holds the lock
+        self._steps: GeneratorType | None = None  # the stream that holds it, if one does
 
     @property
     def rank(self) -> int:
@@ -193,14 +195,20 @@ class Llama:
         """Free the weights, the cache, and the groups that `build` made. May be called twice."""
         if self.model is None:
             return
+        if self._steps is not None and not self._steps.gi_running:
+            self._steps.close()  # a stream between two steps keeps its turn: end it
+            self._free()
+            return
         with self._turn():
-            self.model = None  # type: ignore[assignment]  # _args comes first
-            if self._runtime is not None:
-                runtimes.teardown(self._runtime)
+            self._free()
+
+    def _free(self) -> None:
+        self.model = None  # type: ignore[assignment]  # what needs it asks _require_open first
+        if self._runtime is not None:
+            runtimes.teardown(self._runtime)
 
     def reset(self) -> None:
         """Zero the cache and forget what it held."""
-        self._args  # noqa: B018 (raises on an instance that is closed)
         with self._turn():
             decoding.clear_cache(self.model, self._record)
 
@@ -240,7 +248,7 @@ class Llama:
 
         Returns the answers' ids, and their logprobs or None.
         """
-        rows = self._rows(prompt_tokens, max_gen_len)
+        rows, echo = self._rows(prompt_tokens, max_gen_len), bool(echo)
         how = self._sampling(temperature, top_p, seed)
         stop = self._stop_tokens(stop_tokens)
         for _ in self._decode(rows, how, stop, logprobs=logprobs, score=logprobs and echo):
@@ -287,7 +295,8 @@ class Llama:
         ]
         require(len(rows) > 0, "there are no prompts: pass at least one text")
         how = self._sampling(temperature, top_p, seed)
-        texts = self._complete(rows, how, checked_stops(stop), logprobs=logprobs, echo=echo)
+        stop = checked_stops(stop)
+        texts = self._complete(rows, how, stop, logprobs=logprobs, echo=bool(echo))
         return [{"generation": text, **details} for text, details in texts]
 
     def chat_completion(
@@ -307,7 +316,7 @@ class Llama:
         A dialog with a tag of the chat format in a message is answered with UNSAFE_ERROR, unless
         `allow_tags`.
         """
-        dialogs = checked_list(dialogs, "dialogs")
+        dialogs, max_gen_len = checked_list(dialogs, "dialogs"), _checked_limit(max_gen_len)
         require(len(dialogs) > 0, "there are no dialogs: pass at least one list of messages")
         rows = {
             i: self._dialog_row(i, dialog, max_gen_len)
@@ -357,6 +366,7 @@ class Llama:
     ) -> Generator[str, None, CompletionPrediction]:
         """As `chat_completion` for one dialog, in pieces, each as soon as it is certain."""
         how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
+        max_gen_len = _checked_limit(max_gen_len)
         if not _is_safe(dialog, 0, allow_tags):
             return _stream_refusal()
         return self._stream_row(self._dialog_row(0, dialog, max_gen_len), how, stop)
@@ -377,7 +387,7 @@ class Llama:
             if self._check_ranks and runtime is not None and runtime.model_parallel_size > 1:
                 ranks.check_call(rows, how, logprobs=logprobs, score=score, stop_tokens=stop_tokens)
                 agree = ranks.check_tokens
-            yield from decoding.decode(
+            steps = decoding.decode(
                 self.model,
                 self._record,
                 rows,
@@ -388,6 +398,12 @@ class Llama:
                 score=score,
                 agree=agree,
             )
+            self._steps = cast(GeneratorType, steps)
+            del steps  # `_turn` gives up the last reference, which ends it
+            for step in self._steps:
+                yield step
+                self._turn_of = threading.get_ident()  # another thread may have gone on with it
+            self._require_open()  # and not at its end because `close` ended it
 
     def _decode_text(
         self,
@@ -402,12 +418,13 @@ class Llama:
         stop_tokens = self._stop_tokens(None)
         for step in self._decode(rows, how, stop_tokens, logprobs=logprobs, score=score):
             pieces = []
-            for row, text, token in zip(rows, texts, step, strict=True):
+            for text, token in zip(texts, step, strict=True):
                 pieces.append("" if token is None else text.push(token))
-                if text.stopped:
-                    row.finish_reason = "stop"
+            _end_stopped(rows, texts)
             yield pieces
-        yield [text.finish() for text in texts]
+        tails = [text.finish() for text in texts]
+        _end_stopped(rows, texts)
+        yield tails
 
     def _complete(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
@@ -456,18 +473,24 @@ class Llama:
 
     # What a call asks for, checked.
 
+    def _require_open(self) -> None:
+        require(self.model is not None, "this instance is closed: build another")
+
     @property
     def _args(self) -> ModelArgs:
-        require(self.model is not None, "this instance is closed: build another")
+        self._require_open()
         return self.model.params
 
     @property
     def _device(self) -> torch.device:
-        self._args  # noqa: B018 (raises on an instance that is closed)
+        self._require_open()
         return self.model.rope_freqs.device
 
     def _rows(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[Row]:
-        prompts = checked_list(prompts, "prompt_tokens")
+        prompts = [
+            checked_list(ids, f"prompt {i}")
+            for i, ids in enumerate(checked_list(prompts, "prompt_tokens"))
+        ]
         most = self._args.max_batch_size
         require(len(prompts) > 0, "there are no prompts: pass at least one list of token ids")
         require(
@@ -484,10 +507,7 @@ class Llama:
         args = self._args
         prompt = checked_ids(ids, name, args.vocab_size)
         require(len(prompt) > 0, f"{name} is empty: it needs at least one token, such as BOS")
-        require(
-            max_gen_len is None or (isinstance(max_gen_len, int) and max_gen_len >= 0),
-            f"max_gen_len {max_gen_len!r}: it must be a whole number from 0 on, or None",
-        )
+        max_gen_len = _checked_limit(max_gen_len)
         if args.longest_chunk > 0:  # the ring may turn: there is no bound
             return Row(prompt, args.max_seq_len if max_gen_len is None else max_gen_len)
         room = args.max_seq_len - len(prompt)
@@ -505,7 +525,7 @@ class Llama:
         return Row(prompt, room if max_gen_len is None else min(max_gen_len, room))
 
     def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
-        check_sampling(temperature, top_p)
+        temperature, top_p = checked_temperature(temperature), checked_top_p(top_p)
         if seed is not None:
             return Sampling(temperature, top_p, self._seeded(seed))
         if self._generator.device != self._device:  # the caller has moved the model
@@ -523,7 +543,6 @@ class Llama:
 
     @contextmanager
     def _cache_turn(self) -> Iterator[None]:
-        self._args  # noqa: B018 (an instance that is closed has no cache)
         with self._turn(), self._record.watch(self.model):
             yield
 
@@ -536,16 +555,32 @@ class Llama:
             "a stream of this instance is still open in this thread: exhaust it, or close() it",
         )
         with self._lock:
+            self._require_open()
             self._turn_of = thread
             try:
                 yield
             finally:
-                self._turn_of = None
+                self._turn_of = self._steps = None
+
+
+def _size(size: int | None, name: str, default: int) -> int:
+    return default if size is None else checked_whole(size, name, 1)
+
+
+def _checked_limit(max_gen_len: int | None) -> int | None:
+    return None if max_gen_len is None else checked_whole(max_gen_len, "max_gen_len")
 
 
 def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:
     check_dialog(dialog, i)
     return allow_tags or not has_tags(dialog)
+
+
+def _end_stopped(rows: Sequence[Row], texts: Sequence[RowText]) -> None:
+    """End the rows in whose text a stop string was found."""
+    for row, text in zip(rows, texts, strict=True):
+        if text.stopped:
+            row.finish_reason = "stop"
 
 
 def _details(row: Row, text: RowText, logprobs: bool, echo: bool) -> Details:

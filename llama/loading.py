@@ -8,34 +8,11 @@ import torch
 
 from llama import checkpoint as checkpoints
 from llama import ranks
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, checked_path, require
 from llama.kv_cache import checked_dtype
 from llama.model import ModelArgs, Transformer
 from llama.runtime import Runtime
 from llama.tokenizer import Tokenizer
-
-
-def checked_size(name: str, size: int | None, default: int) -> int:
-    """A number of positions or rows; None stands for `default`."""
-    size = default if size is None else size
-    require(
-        isinstance(size, int) and size > 0, f"{name} {size!r}: it must be a whole number above 0"
-    )
-    return size
-
-
-def checked_path(name: str, path: str | Path) -> Path:
-    """A path that is not an option in the wrong place."""
-    require(
-        isinstance(path, (str, Path)),
-        f"{name} {path!r} is a {type(path).__name__}: pass a path",
-    )
-    require(
-        not str(path).lstrip().startswith("--"),
-        f"{name} is {str(path)!r}, which looks like an option: a backslash for a line's end may be "
-        "left in a command that was pasted as one line: remove it",
-    )
-    return Path(path)
 
 
 def load_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None, vocab_size: int) -> Tokenizer:
@@ -51,7 +28,7 @@ def load_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None, vocab_size
 
 def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
     if tokenizer_path is not None:
-        return checked_path("tokenizer_path", tokenizer_path)
+        return checked_path(tokenizer_path, "tokenizer_path")
     for folder in (ckpt_dir, ckpt_dir.parent):
         if (folder / "tokenizer.model").is_file():
             return folder / "tokenizer.model"

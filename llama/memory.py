@@ -13,7 +13,7 @@ import torch
 from llama import kv_cache
 from llama.checkpoint import open_checkpoint, require_split
 from llama.config import CONTEXT
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, checked_whole, require
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
@@ -63,15 +63,6 @@ class Plan:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name, size in {
-            "max_seq_len": self.args.max_seq_len,
-            "max_batch_size": self.args.max_batch_size,
-            "model_parallel_size": self.ranks,
-        }.items():
-            require(
-                isinstance(size, int) and size >= 1,
-                f"{name} {size!r}: it must be a whole number above 0",
-            )
         require_split(self.args, self.ranks)
 
     @property
@@ -123,14 +114,16 @@ def memory(
     weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
     cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
     args, tied = architecture(model)
-    options: dict[str, Any] = {
-        "max_seq_len": max_seq_len,
-        "sliding_window": sliding_window,
-        "prefill_chunk": prefill_chunk,
-        "max_batch_size": max_batch_size,
-    }
-    args = replace(args, **{name: value for name, value in options.items() if value is not None})
-    plan = Plan(args, weights_dtype, cache_dtype, model_parallel_size, tied)
+    max_seq_len = args.max_seq_len if max_seq_len is None else max_seq_len
+    args = replace(
+        args,
+        max_seq_len=checked_whole(max_seq_len, "max_seq_len", 1),
+        max_batch_size=checked_whole(max_batch_size, "max_batch_size", 1),
+        sliding_window=args.sliding_window if sliding_window is None else sliding_window,
+        prefill_chunk=prefill_chunk,
+    )
+    ranks = checked_whole(model_parallel_size, "model_parallel_size", 1)
+    plan = Plan(args, weights_dtype, cache_dtype, ranks, tied)
     budget_bytes = None if budget is None else parse_bytes(budget)
     print("\n".join(report(plan, title=model)))
     if budget_bytes is not None:

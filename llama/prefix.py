@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llama.errors import LlamaError
+import torch
+
+from llama.errors import LlamaError, require
 from llama.model import Transformer
 
 
@@ -18,6 +20,8 @@ class CacheRecord:
     def __init__(self) -> None:
         self._rows: dict[int, list[int]] = {}
         self._fingerprint: object = None
+        self._buffers: list[torch.Tensor] = []
+        self._versions: list[int] = []  # of the buffers, after our last write
 
     @contextmanager
     def watch(self, model: Transformer) -> Iterator[None]:
@@ -27,6 +31,8 @@ class CacheRecord:
         """
         if self._fingerprint is None or self._fingerprint != _fingerprint(model):
             self.forget()
+        self._buffers = list(model.buffers())
+        self._versions = _versions(self._buffers)
         try:
             yield
         except (GeneratorExit, LlamaError):  # an early close or a refusal comes between two writes
@@ -35,7 +41,19 @@ class CacheRecord:
             self.forget()
             raise
         finally:
+            if self._versions != _versions(self._buffers):
+                self.forget()
             self._fingerprint = _fingerprint(model)
+
+    @contextmanager
+    def write(self) -> Iterator[None]:
+        """Surround each write, within `watch`; others may have written between two steps."""
+        require(
+            self._versions == _versions(self._buffers),
+            "the cache was written while a stream was open, which cannot go on: begin it anew",
+        )
+        yield
+        self._versions = _versions(self._buffers)
 
     def forget(self) -> None:
         self._rows.clear()
@@ -67,6 +85,11 @@ class CacheRecord:
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """After the write."""
         self._rows.setdefault(row, []).extend(tokens)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written, where torch counts it."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _fingerprint(model: Transformer) -> object:

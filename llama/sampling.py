@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
 
-from llama.errors import require
+from llama.errors import LlamaError, require, whole
 
 MOST_LIKELY = 1024  # how many tokens are looked at before all of them are sorted
 NOT_FINITE = -1  # what `sample` returns in place of a token id for a row without usable logits
 
 
-def check_sampling(temperature: float, top_p: float) -> None:
-    """Refuse what has no meaning."""
+def checked_temperature(temperature: float) -> float:
+    """A temperature that has a meaning."""
+    number = _float(temperature)
     require(
-        0 <= temperature < math.inf,
-        f"temperature {temperature}: it must be finite and not negative "
+        0 <= number < math.inf,
+        f"temperature {temperature!r:.80}: it must be a finite number that is not negative "
         "(0 always takes the most likely token)",
     )
-    require(0 <= top_p <= 1, f"top_p {top_p}: it must lie in [0, 1] (1 keeps every token)")
+    return number
+
+
+def checked_top_p(top_p: float) -> float:
+    """A share that has a meaning."""
+    number = _float(top_p)
+    require(
+        0 <= number <= 1,
+        f"top_p {top_p!r:.80}: it must be a number in [0, 1] (1 keeps every token)",
+    )
+    return number
+
+
+def _float(value: float) -> float:
+    """`value` as a float; NaN if it is no number."""
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def make_generator(device: torch.device, seed: int, replica: int = 0) -> torch.Generator:
     """A source of draws on the device of the logits, a different one for each replica."""
-    require(
-        isinstance(seed, int) and -(2**63) <= seed < 2**64,
-        f"seed {seed!r}: it must be a whole number of at most 64 bits",
-    )
-    return torch.Generator(device).manual_seed(seed + replica)
+    number = whole(seed)
+    if number is None or not -(2**63) <= number < 2**63:
+        raise LlamaError(f"seed {seed!r:.80}: it must be a whole number of 64 bits")
+    return torch.Generator(device).manual_seed(number + replica)
 
 
 def sample(

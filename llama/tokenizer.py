@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, checked_ids, checked_path, require
 from llama.files import looks_like
 
 
@@ -16,7 +16,7 @@ class Tokenizer:
     """A SentencePiece model, `tokenizer.model`."""
 
     def __init__(self, model_path: str | Path) -> None:
-        path = Path(model_path)
+        path = checked_path(model_path, "model_path")
         require(
             path.is_file(),
             f"{str(path)!r} is not a file: pass the path of the checkpoint's tokenizer.model",
@@ -43,17 +43,12 @@ class Tokenizer:
                 f"the text holds {s[error.start]!r} at index {error.start}, half of a character: "
                 "decode the input with errors='replace'"
             ) from error
-        return [self.bos_id] * bos + self.sp_model.encode(s) + [self.eos_id] * eos
+        ids = self.sp_model.encode(s)
+        return [self.bos_id] * bool(bos) + ids + [self.eos_id] * bool(eos)
 
     def decode(self, t: Sequence[int]) -> str:
         """The text of ids; BOS and EOS have none, and an incomplete character is U+FFFD."""
-        unknown = next((i for i in t if not 0 <= i < self.n_words), None)
-        require(
-            unknown is None,
-            f"token id {unknown}, and the tokenizer has {self.n_words} pieces: "
-            f"ids go from 0 to {self.n_words - 1}",
-        )
-        return self.sp_model.decode(list(t))
+        return self.sp_model.decode(checked_ids(t, "the ids", self.n_words))
 
 
 class StreamDecoder:
@@ -87,11 +82,11 @@ class StreamDecoder:
         self._utf8.reset()
         tokens, self._pending = self._context + self._pending, []
         text = self._tokenizer.decode(tokens)[len(self._context_text) :]
-        if not self._context_text:
-            # Nothing but a dropped space so far: decode from the start until there is text. Any
-            # token with text will do as a context from then on.
-            self._context, self._context_text = tokens, ""
-            if text:
-                self._context = tokens[-1:]
-                self._context_text = self._tokenizer.decode(self._context)
+        # One token with text is context enough: no space is dropped behind it. Until there is one,
+        # all that came before is the context.
+        last = self._tokenizer.decode(tokens[-1:])
+        if last:
+            self._context, self._context_text = tokens[-1:], last
+        elif not self._context_text:
+            self._context, self._context_text = tokens, text
         return text

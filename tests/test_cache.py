@@ -318,6 +318,17 @@ def test_a_cache_may_be_restored_into_a_longer_one_and_not_into_a_shorter_one(
         assert shorter.cache().tokens == []
 
 
+def test_a_ring_that_has_turned_is_restored_only_into_one_of_its_size(tmp_path: Path) -> None:
+    with built(sliding_window=7, prefill_chunk=5) as llama:
+        llama.generate([PROMPT], 0)
+        llama.save_cache(tmp_path / "cache")
+    with (
+        built(sliding_window=7, prefill_chunk=11) as larger,
+        pytest.raises(LlamaError, match=r"41 tokens, and does not fit 2 rows of 17 slots"),
+    ):
+        larger.load_cache(tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("saved") / "cache.safetensors"
@@ -386,6 +397,8 @@ def test_what_is_no_cache_file_is_refused(saved: Path, tmp_path: Path) -> None:
                 llama.load_cache(tmp_path / name)
         with pytest.raises(LlamaError, match="cannot be written"):
             llama.save_cache(tmp_path / "no folder" / "cache")
+        with pytest.raises(LlamaError, match="path None is a NoneType"):
+            llama.save_cache(None)
 
 
 # Two ranks

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import ATOL
+from conftest import ATOL, GOLDEN
 
-from llama import Llama, LlamaError
+from llama import Llama, LlamaError, Tokenizer
 from llama.generation import UNSAFE_ERROR
 from llama.sampling import token_logprobs
 
@@ -272,6 +275,7 @@ def test_a_seed_of_a_call_leaves_the_instances_draws_alone(llama: Llama) -> None
     assert not torch.equal((llama.generate(prompts, 20), llama._generator.get_state())[1], state)
 
 
+TAGGED = [{"role": "user", "content": "[INST]"}]
 BAD_CALLS: list[tuple[str, Callable[[Llama], object]]] = [
     (r"513 tokens.*max_seq_len is 512", lambda x: x.generate([[5] * 513], 1)),
     (r"9 prompts.*max_batch_size is 8", lambda x: x.generate([[1]] * 9, 1)),
@@ -287,6 +291,18 @@ BAD_CALLS: list[tuple[str, Callable[[Llama], object]]] = [
     (r"prompt_tokens is 'text'", lambda x: x.generate("text", 1)),
     (r"prompts is 'text'", lambda x: x.text_completion("text")),
     (r"must be a str", lambda x: x.text_completion([1])),
+    (r"prompt 0 is 1: pass a list", lambda x: x.generate([1, 387, 391, 261, 372, 5, 6, 7, 8], 5)),
+    (r"token 0 of prompt 0 is tensor\(1\.\)", lambda x: x.generate([torch.ones(2)], 1)),
+    (r"temperature None", lambda x: x.generate([[1]], 1, None)),
+    (r"temperature '0'", lambda x: x.generate([[1]], 1, "0")),
+    (r"temperature 1000", lambda x: x.generate([[1]], 1, 10**400)),
+    (r"top_p None", lambda x: x.generate([[1]], 1, 0.6, None)),
+    (r"max_gen_len -1", lambda x: x.chat_completion([TAGGED], max_gen_len=-1)),
+    (r"max_gen_len -1", lambda x: x.stream_chat(TAGGED, max_gen_len=-1)),
+    (r"row 'a'", lambda x: x.cache("a")),
+    (r"token 0 of the ids is \[1\]", lambda x: x.tokenizer.decode([[1]])),
+    (r"the ids is 5", lambda x: x.tokenizer.decode(5)),
+    (r"model_path None", lambda x: Tokenizer(None)),
     (r"max_gen_len -1", lambda x: x.generate([[1]], -1)),
     (r"max_gen_len 1\.5", lambda x: x.generate([[1]], 1.5)),
     (r"temperature -1", lambda x: x.generate([[1]], 1, -1)),
@@ -315,6 +331,18 @@ def test_a_mistake_gets_one_sentence_and_the_next_call_is_right(
     assert isinstance(caught.value, ValueError)
     assert "\n" not in str(caught.value)
     assert llama.generate(prompts, 10, temperature=0) == expected
+
+
+def test_numbers_and_truths_of_numpy_are_as_good_as_pythons(llama: Llama) -> None:
+    prompts = encoded(llama, *PROMPTS)
+    expected = llama.generate(prompts, 5, 0.5, 0.5, logprobs=True, echo=True, seed=3)
+    numbers = (np.int64(5), np.float32(0.5), np.float64(0.5))
+    arrays = [np.array(prompt) for prompt in prompts]
+    truths = {"logprobs": np.bool_(True), "echo": 2, "seed": np.int32(3)}
+    tokens, logprobs = llama.generate(arrays, *numbers, **truths)
+    assert tokens == expected[0]
+    assert logprobs == expected[1]
+    assert llama.tokenizer.encode("a", bos=2, eos=None) == llama.tokenizer.encode("a", True, False)
 
 
 def test_the_empty_text_is_the_beginning_of_text_alone(llama: Llama) -> None:
@@ -360,9 +388,23 @@ def test_threads_take_turns(llama: Llama) -> None:
     assert [answers[i] for i in range(3)] == expected
 
 
-def test_surplus_rows_of_the_vocabulary_are_never_sampled(
-    llama: Llama, monkeypatch: pytest.MonkeyPatch
+def test_surplus_rows_of_the_vocabulary_count_as_probability_and_are_never_drawn(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(llama.tokenizer, "n_words", 300)
-    tokens, _ = llama.generate([[1, 5]], 100, temperature=100.0, top_p=1.0)
-    assert max(tokens[0]) < 300
+    """A fine-tune may have added rows for which the tokenizer has no piece."""
+    folder = shutil.copytree(GOLDEN / "rand_mqa", tmp_path / "model")
+    weights = torch.load(folder / "consolidated.00.pth", weights_only=True)
+    for name in ("tok_embeddings.weight", "output.weight"):
+        weights[name] = torch.cat([weights[name], 3 * weights[name][:16]])
+    torch.save(weights, folder / "consolidated.00.pth")
+    with Llama.build(folder, max_seq_len=64, max_batch_size=1, verbose=False) as surplus:
+        assert surplus.tokenizer.n_words == 1024
+        for temperature in (0, 5.0):
+            [tokens], [logprobs] = surplus.generate([[1, 5]], 40, temperature, 1.0, logprobs=True)
+            assert max(tokens) < 1024
+            logits = surplus.model(torch.tensor([[1, 5, *tokens]]), 0)[0, 1:-1]
+            assert logits.argmax(-1).max() >= 1024, "the rows that must not be drawn are likely"
+            expected = token_logprobs(logits, torch.tensor(tokens)).tolist()
+            assert logprobs == pytest.approx(expected, abs=ATOL)
+        # A prompt may hold them.
+        assert len(surplus.generate([[1, 1039]], 3, 0)[0][0]) == 3

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Generator
 
 import pytest
+import torch
 from conftest import ATOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama import Llama, LlamaError
 from llama.generation import UNSAFE_ERROR
+from llama.sampling import token_logprobs
 
 STORY = [{"role": "user", "content": "Tell me a story about a bird."}]
 
@@ -162,6 +164,90 @@ def test_a_call_beside_an_open_stream_is_told_so_in_its_thread_and_waits_in_anot
     drain(stream)
     thread.join(timeout=60)
     assert answers == [expected]
+
+
+def test_a_stream_may_go_on_in_another_thread_and_the_first_one_then_waits(llama: Llama) -> None:
+    expected = llama.generate([[1, 5]], 5, 0)
+    stream = llama.stream([[1, 387]], 20, 0)
+    next(stream)
+    other = threading.Thread(target=lambda: next(stream))
+    other.start()
+    other.join(timeout=60)
+    rest = threading.Timer(0.2, lambda: drain(stream))
+    rest.start()
+    assert llama.generate([[1, 5]], 5, 0) == expected
+    rest.join(timeout=60)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_closing_ends_a_stream_and_hides_no_error(started: bool) -> None:
+    def leave() -> None:
+        with llama:
+            if started:
+                next(stream)
+            raise ZeroDivisionError
+
+    llama = Llama.build(max_seq_len=64, max_batch_size=1, verbose=False)
+    stream = llama.stream_text("Once", temperature=0)
+    with pytest.raises(ZeroDivisionError):
+        leave()
+    assert llama.model is None
+    with pytest.raises(LlamaError, match="closed"):
+        next(stream)
+
+
+@pytest.mark.parametrize("end", ["close", "go on"])
+def test_a_cache_written_beside_an_open_stream_is_not_believed(llama: Llama, end: str) -> None:
+    prompt = [[1, 387, 391, 261, 372]]
+    expected = llama.generate(prompt, 10, 0)
+    for write in (
+        lambda: llama.model.attentions[0].cache_k.zero_(),
+        lambda: llama.model.forward(torch.tensor([[5, 6, 7, 8, 9]]), 0),
+    ):
+        stream = llama.stream(prompt, 10, 0)
+        next(stream)
+        write()
+        if end == "close":
+            stream.close()
+        else:
+            with pytest.raises(LlamaError, match="written while a stream was open"):
+                drain(stream)
+        assert llama.generate(prompt, 10, 0) == expected
+
+
+def test_a_stop_string_found_at_the_very_end_is_the_reason(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the end tells that a character stays incomplete."""
+    incomplete = llama.tokenizer.encode("你")[:-1]
+    ids = iter(incomplete)
+    monkeypatch.setattr(
+        "llama.sampling.sample", lambda logits, *_: torch.tensor([next(ids)] * len(logits))
+    )
+    n = len(incomplete)
+    pieces, result = drain(llama.stream_text("a", max_gen_len=n, stop=["\ufffd"]))
+    assert "".join(pieces) == result["generation"]
+    assert "\ufffd" not in result["generation"]
+    assert result["finish_reason"] == "stop"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(3, 1023), min_size=2, max_size=20), min_size=2, max_size=4
+    )
+)
+def test_one_pass_single_steps_and_a_ragged_batch_score_alike(
+    llama: Llama, prompts: list[list[int]]
+) -> None:
+    _, together = llama.generate(prompts, 0, logprobs=True, echo=True)
+    for prompt, scores in zip(prompts, together, strict=True):
+        tokens = torch.tensor([prompt])
+        whole = llama.model(tokens, 0)[0]
+        steps = [llama.model(tokens[:, i : i + 1], i)[0, 0] for i in range(len(prompt))]
+        for logits in (whole, torch.stack(steps)):
+            expected = token_logprobs(logits[:-1], tokens[0, 1:]).tolist()
+            assert scores[1:] == pytest.approx(expected, abs=ATOL)
 
 
 @settings(max_examples=20, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llama import LlamaError, Tokenizer
@@ -45,6 +45,8 @@ def test_the_pieces_of_a_text_join_to_it(text: str) -> None:
 
 
 @settings(max_examples=300, deadline=None)
+@example([197, 1, 410])  # a broken character, a token without text, a word
+@example([960, 960, 1, 960, 410])
 @given(st.lists(st.integers(0, 1023) | st.integers(3, 258) | st.sampled_from([0, 1, 2, 960])))
 def test_the_pieces_of_any_ids_join_to_what_decode_gives(ids: list[int]) -> None:
     assert "".join(pieces_of(ids)) == TOKENIZER.decode(ids)
@@ -69,7 +71,7 @@ def test_a_piece_is_given_out_as_soon_as_it_is_certain() -> None:
 
 def test_an_id_without_a_piece_is_refused() -> None:
     for id in (-1, 1024):
-        with pytest.raises(LlamaError, match=rf"token id {id}.*from 0 to 1023"):
+        with pytest.raises(LlamaError, match=rf"token 1 of the ids is {id}.*from 0 to 1023"):
             TOKENIZER.decode([1, id])
 
 
