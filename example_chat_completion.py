@@ -9,14 +9,12 @@ Without a checkpoint the small one that ships with the package is used.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-import fire
-
 from llama import Dialog, Llama, LlamaError
 from llama.ranks import read_on_rank_0
+from llama.terminal import run
 
 # The shipped model knows small children's stories, and nothing else.
 STORY_DIALOGS: list[Dialog] = [
@@ -63,7 +61,6 @@ def main(
     interactive: bool = False,
 ) -> None:
     """Build a model and print its answers, or hold a dialog with whoever is at the keyboard."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     llama = Llama.build(
         ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, seed=seed, device=device, dtype=dtype
     )
@@ -140,4 +137,4 @@ def answer(llama: Llama, dialog: Dialog, options: dict, show: Callable[..., None
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run(main)

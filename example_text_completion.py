@@ -8,11 +8,8 @@ Without a checkpoint the small one that ships with the package is used.
 
 from __future__ import annotations
 
-import sys
-
-import fire
-
 from llama import Llama
+from llama.terminal import run
 
 # The shipped model knows small children's stories, and nothing else.
 STORY_PROMPTS = [
@@ -52,7 +49,6 @@ def main(
     seed: int = 1,
 ) -> None:
     """Build a model and print how it continues each prompt."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     llama = Llama.build(
         ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, seed=seed, device=device, dtype=dtype
     )
@@ -69,4 +65,4 @@ def main(
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run(main)

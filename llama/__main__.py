@@ -7,13 +7,12 @@ import signal
 import sys
 from collections.abc import Callable
 
-import fire
-
 from llama.checkpoint import DTYPES, OUTPUT, find_checkpoint, problems
 from llama.convert import convert
 from llama.errors import LlamaError
 from llama.kv_cache import format_bytes
 from llama.memory import memory
+from llama.terminal import run
 
 
 def inspect(folder: str) -> None:
@@ -61,7 +60,7 @@ def main() -> None:
     """Run a command; a mistake is one line on standard error and the exit status 1."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed
     try:
-        fire.Fire(COMMANDS, name="python -m llama")
+        run(COMMANDS, name="python -m llama")
     except LlamaError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -420,6 +420,7 @@ def _require_same(
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
+    """Some ranks, in a sentence."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 

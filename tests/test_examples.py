@@ -97,14 +97,59 @@ def test_a_chat_that_does_not_fit_says_so_and_goes_on() -> None:
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
 def test_a_terminal_that_lacks_a_character_gets_a_substitute(encoding: str) -> None:
     code = (
-        "import example_text_completion as e\n"
+        "import sys, example_text_completion as e, llama.terminal as t\n"
         "e.STORY_PROMPTS = ['\\u201cHi\\u201d \\u4f60']\n"
-        "e.main(max_gen_len=3)"
+        "sys.argv = ['example', '--max_gen_len', '3']\n"
+        "t.run(e.main)"
     )
     done = run("-c", code, PYTHONIOENCODING=encoding)
     assert done.returncode == 0, done.stderr
     assert "Hi" in done.stdout
     assert "=====" in done.stdout
+
+
+def test_an_example_whose_reader_has_gone_ends_in_silence() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "example_text_completion.py", "--max_gen_len", "3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=env,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=120) == 141
+
+
+def test_input_that_is_no_text_gets_a_substitute() -> None:
+    code = (
+        "import sys, example_chat_completion as e, llama.terminal as t\n"
+        "sys.argv = ['example', '--interactive', '--temperature', '0', '--max_gen_len', '3']\n"
+        "t.run(e.main)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=b"caf\xe9\n",
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"half of a character" not in done.stdout
+
+
+def test_an_example_runs_where_the_output_is_no_terminal_at_all() -> None:
+    code = (
+        "import io, contextlib, example_text_completion as e\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    e.main(max_gen_len=3)\n"
+        "assert '> ' in out.getvalue()"
+    )
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_pasted_backslash_is_recognised() -> None:
