@@ -17,23 +17,29 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RULER = "\n==================================\n"
 
 
-def run(*command: str, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, stdin: str | None = None, cwd: Path = ROOT, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script of the repository's root on one thread."""
     return subprocess.run(
         [sys.executable, *command],
         input=stdin,
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         timeout=120,
         check=False,
     )
 
 
-def shown(after: str) -> str:
-    """The block of output that the README shows after a sentence."""
-    return re.search(re.escape(after) + r".*?```\n(.*?)```", README, re.DOTALL)[1]
+def assert_shown(output: str, block: str) -> None:
+    """The README shows what comes out: up to `...`, and but for the seconds and line ends."""
+    lines = [re.sub(r"\d+\.\d\d seconds", "", line).rstrip() for line in output.splitlines()]
+    shown = [re.sub(r"\d+\.\d\d seconds", "", line).rstrip() for line in block.splitlines()]
+    if shown[-1] == "...":
+        lines, shown = lines[: len(shown) - 1], shown[:-1]
+    assert lines == shown
 
 
 def test_the_text_example_prints_each_prompt_and_its_continuation(llama: Llama) -> None:
@@ -52,17 +58,23 @@ def test_the_readmes_first_command_prints_what_the_readme_shows() -> None:
     command = re.search(r"&& torchrun (--standalone .*)\n", README)[1].split()
     done = run("-m", "torch.distributed.run", *command)
     assert done.returncode == 0, done.stderr
-    output = done.stdout.partition("\n")[2]
-    excerpt = shown("tells small children's stories")
-    assert [line.rstrip() for line in output.splitlines()][: excerpt.count("\n")] == [
-        line.rstrip() for line in excerpt.splitlines()
-    ]
+    block = re.search(r"```\n(Loaded in .*?)```", README, re.DOTALL)[1]
+    assert_shown(done.stdout, block)
 
 
-def test_the_readmes_first_python_prints_what_the_readme_shows() -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    done = run("-c", code)
-    assert done.stdout.partition("\n")[2] == shown("prints\n"), done.stderr
+def test_the_readmes_python_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    """One block after the other, as a reader types them in; `prints` stands before an output."""
+    pattern = r"```python\n(.*?)```(?:\n+prints\n+```\n(.*?)```)?"
+    blocks = re.findall(pattern, README, re.DOTALL)
+    assert len(blocks) >= 3
+    mark = "<end of a block>"
+    code = "".join(f"{code}\nprint({mark!r})\n" for code, _ in blocks)
+    done = run("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    outputs = done.stdout.split(mark + "\n")
+    for output, (_, block) in zip(outputs, blocks, strict=False):
+        if block:
+            assert_shown(output, block)
 
 
 def test_a_chat_over_a_pipe_answers_each_line_and_ends_with_the_input() -> None:
