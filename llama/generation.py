@@ -150,7 +150,8 @@ class Llama:
             },
         )
         try:
-            model = load_model(args, checkpoint, runtime, kv_cache_dtype)
+            with ranks.waiting_to_load(runtime):
+                model = load_model(args, checkpoint, runtime, kv_cache_dtype)
             llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
         except BaseException:
             runtimes.teardown(runtime)

@@ -65,7 +65,7 @@ def load_model(
     with torch.inference_mode(False):
         with torch.device("meta"):
             model = Transformer(args)
-        checkpoints.load(model, checkpoint, device=device, dtype=dtype)
+        checkpoints.load(model, checkpoint, device=device, dtype=dtype, progress=runtime.rank == 0)
         model.allocate_state(device, cache_dtype)
-    ranks.check_weights(runtime, model)
+    ranks.check_weights(model)
     return model.eval()

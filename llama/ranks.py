@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -28,14 +28,13 @@ T = TypeVar("T")
 GRACE_S = 2  # ranks that wait for the same one run into the timeout at almost the same time
 
 
-def check_weights(runtime: Runtime, model: Transformer) -> None:
+def check_weights(model: Transformer) -> None:
     """Refuse to go on where ranks have loaded different checkpoints of one shape.
 
     The norms, which every rank has whole, tell: no two trainings end with the same ones.
     """
     norms = [m.weight.double().sum().item() for m in model.modules() if isinstance(m, RMSNorm)]
-    with waiting(runtime, "for the other ranks to load their weights", lambda: None):
-        check_same({"the sum of the norms' weights": norms})
+    check_same({"the sum of the norms' weights": norms})
 
 
 def check_call(rows: Sequence[Row], how: Sampling, **arguments: Any) -> None:
@@ -115,6 +114,10 @@ def waiting(
             raise
         peers = [rank for rank in dist.get_process_group_ranks(group()) if rank != runtime.rank]
         raise RuntimeError(_failure(runtime, what, peers, "Timed out" in str(error))) from error
+
+
+def waiting_to_load(runtime: Runtime) -> AbstractContextManager[None]:
+    return waiting(runtime, "for the other ranks to load their weights", lambda: None)
 
 
 def _failure(runtime: Runtime, what: str, peers: list[int], timed_out: bool) -> str:
