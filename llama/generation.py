@@ -437,7 +437,7 @@ class Llama:
 
         if self._runtime is None or self._runtime.replicas == 1:
             return answer(rows)
-        return ranks.share(self._runtime, rows, answer)
+        return ranks.share(self._runtime, rows, how, answer)
 
     def _answer(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool

@@ -37,11 +37,16 @@ def check_weights(model: Transformer) -> None:
     check_same({"the sum of the norms' weights": norms})
 
 
-def check_call(rows: Sequence[Row], how: Sampling, **arguments: Any) -> None:
-    """Refuse a call that other ranks of this copy of the model make with other arguments."""
+def check_call(
+    rows: Sequence[Row], how: Sampling, *, everyone: bool = False, **arguments: Any
+) -> None:
+    """Refuse a call that other ranks of this copy of the model make with other arguments.
+
+    `everyone`: other ranks of any copy.
+    """
     arguments |= {"temperature": how.temperature, "top_p": how.top_p}
     arguments |= {"prompts": [row.prompt for row in rows], "limits": [row.limit for row in rows]}
-    check_same(arguments, groups.get_model_parallel_group())
+    check_same(arguments, None if everyone else groups.get_model_parallel_group())
 
 
 def check_tokens(tokens: torch.Tensor) -> None:
@@ -58,13 +63,17 @@ def check_tokens(tokens: torch.Tensor) -> None:
     )
 
 
-def share(runtime: Runtime, items: Sequence[T], answer: Callable[[Sequence[T]], list[Any]]) -> list:
-    """The answers to all items, of which each replica works on its part.
+def share(
+    runtime: Runtime, rows: Sequence[Row], how: Sampling, answer: Callable[[Sequence[Row]], list[T]]
+) -> list[T]:
+    """The answers to all rows, of which each copy of the model works on its part.
 
-    Item i goes to replica i modulo their number. An error of one is raised on all.
+    Row i goes to copy i modulo their number. An error of one is raised on all.
     """
+    with waiting(runtime, "for the other ranks to make the same call", lambda: None):
+        check_call(rows, how, everyone=True)
     try:
-        mine: Any = answer(items[runtime.replica :: runtime.replicas])
+        mine: Any = answer(rows[runtime.replica :: runtime.replicas])
     except LlamaError as error:
         mine = error
     parts: list[Any] = [None] * runtime.replicas
@@ -74,7 +83,7 @@ def share(runtime: Runtime, items: Sequence[T], answer: Callable[[Sequence[T]], 
     for part in parts:
         if isinstance(part, LlamaError):
             raise part
-    return [parts[i % runtime.replicas][i // runtime.replicas] for i in range(len(items))]
+    return [parts[i % runtime.replicas][i // runtime.replicas] for i in range(len(rows))]
 
 
 def read_on_rank_0(read: Callable[[], T]) -> T:

@@ -325,6 +325,7 @@ def input_group() -> dist.ProcessGroup:
     """All ranks, over gloo whatever the device, and with no timeout to speak of."""
     with _lock:
         if _made.input is None:
+            check_same({})  # all have come: a rank that has not is found by the run's own timeout
             with _loopback(dist.get_world_size()):
                 _made.input = dist.new_group(backend="gloo", timeout=timedelta(days=365))
             _made.groups.append(_made.input)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama import Llama
+from llama import Llama, LlamaError
 
 PROMPTS = ["Once upon a time", "The little dog was very happy because it had a new", "Lily", ""]
 DIALOG = [{"role": "user", "content": "Tell me a story about a dog."}]
@@ -92,6 +92,10 @@ def main(folder: str) -> None:
             found["replicas"] = many(llama)
             sampled = [llama.text_completion(["Tom"] * 4, seed=5, max_gen_len=8) for _ in range(2)]
             found["replicas sampled"] = sampled
+            try:
+                llama.text_completion([f"I am in copy {rank // 2}"])
+            except LlamaError as error:
+                found["replicas differ"] = str(error)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} is done")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -101,6 +102,27 @@ def test_copies_of_the_model_draw_differently_for_equal_prompts_and_alike_each_t
     assert all(found["replicas sampled"] == [first, again] for found in on_ranks(4))
     texts = [answer["generation"] for answer in first]
     assert texts[0] != texts[1], "prompt 0 went to one copy, and prompt 1 to the other"
+
+
+def test_copies_of_the_model_that_are_given_different_prompts_say_so(on_ranks: OnRanks) -> None:
+    for found in on_ranks(4):
+        assert re.match(
+            r"prompts is \[\[1, .* on rank 0 and .* on rank 2: ", found["replicas differ"]
+        )
+
+
+def test_a_chat_is_read_on_rank_0_and_ends_with_its_input_on_all() -> None:
+    script = "example_chat_completion.py", "--interactive", "--temperature", "0"
+    lines = "Tell me a story about a dog.\nHello!\nTell me a story about a bird.\n"
+    alone, two = (torchrun(n, *script, "--max_gen_len", "12", stdin=lines) for n in (1, 2))
+    assert two.returncode == 0, two.stderr
+    assert two.left == []
+    assert "a little girl" in two.stdout
+    assert without_time(two.stdout) == without_time(alone.stdout)
+
+
+def without_time(stdout: str) -> str:
+    return re.sub(r"^Loaded in .* seconds\n", "", stdout)
 
 
 @pytest.fixture(scope="module")
