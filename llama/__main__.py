@@ -14,6 +14,8 @@ from llama.kv_cache import format_bytes
 from llama.memory import memory
 from llama.terminal import run
 
+FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized"}
+
 
 def inspect(folder: str) -> None:
     """Print what a checkpoint is; exit with status 1 if it cannot be used.
@@ -26,10 +28,11 @@ def inspect(folder: str) -> None:
     stored = {k: p for k, p in checkpoint.parameters.items() if not (tied and k == OUTPUT)}
     n_parameters = sum(math.prod(parameter.shape) for parameter in stored.values())
     dtypes = {str(part.tensor.dtype) for parts in checkpoint.parts.values() for part in parts}
+    dtypes = dtypes if checkpoint.quantized is None else {checkpoint.quantized}
     tokenizers = [name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
     found = problems(checkpoint)
     facts = {
-        "format": {"meta": "Meta", "hf": "Hugging Face"}[checkpoint.format],
+        "format": FORMATS[checkpoint.format],
         "shards": f"{len(checkpoint.files)}, {checkpoint.files[0].suffix}",
         "parameters": f"{n_parameters:,} in {len(stored)} tensors",
         "dtype": ", ".join(sorted(dtypes)).replace("torch.", ""),

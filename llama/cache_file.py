@@ -11,13 +11,14 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from fairscale.nn.model_parallel import initialize as groups
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llama import kv_cache
+from llama import kv_cache, quantize
 from llama.errors import LlamaError, checked_path, require
 from llama.files import looks_like
 from llama.model import Transformer
@@ -157,7 +158,8 @@ def _digest(model: Transformer) -> str:
     """Of this rank's weights, rotary frequencies, heads and epsilon."""
     args = model.params
     digest = hashlib.sha256(f"{args.n_heads} {args.kv_heads} {args.norm_eps}".encode())
-    for tensor in (model.rope_freqs, *model.state_dict().values()):
-        raw = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+    quantized = [tensor for weight in quantize.weights(model) for tensor in weight.tensors()]
+    for tensor in (model.rope_freqs, *model.parameters(), *quantized):
+        raw: Any = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
         digest.update(f"{tuple(tensor.shape)} {zlib.crc32(raw)}".encode())
     return digest.hexdigest()[:16]

@@ -20,6 +20,7 @@ from fairscale.nn.model_parallel import initialize as groups
 from torch import nn
 from tqdm import tqdm
 
+from llama import quantize as quant
 from llama.config import Config, read_config, read_params
 from llama.errors import LlamaError, require
 from llama.files import map_tensors, read_json
@@ -48,6 +49,8 @@ _OF_A_LAYER = {
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 _ROTARY = ("attention.wq.weight", "attention.wk.weight")  # see `permute_heads`
 _COMPUTED = re.compile(r"rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but no parameters
+# What `convert --quantize` writes: its kind, and for which of how many ranks a file is.
+_QUANTIZED = re.compile(r"quantized\.(\w+)\.(\d\d)-of-(\d\d)\.safetensors")
 _META_SHARD = re.compile(r"consolidated\.\d\d\.(pth|safetensors)")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -57,6 +60,10 @@ class Parameter(NamedTuple):
     axis: int | None
     hf_name: str
     rotary: bool  # Hugging Face permutes its rows
+
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of each rank's part."""
+        return tuple(n // ranks if i == self.axis else n for i, n in enumerate(self.shape))
 
 
 def parameters(args: ModelArgs) -> dict[str, Parameter]:
@@ -95,11 +102,12 @@ class Checkpoint:
     """An opened checkpoint: its facts, and where its bytes are. No weight has been read yet."""
 
     path: Path
-    format: str  # "meta" or "hf"
+    format: str  # "meta", "hf" or "quantized"
     files: list[Path]
     config: Config
     vocab_size: int  # the rows of the embedding
     parts: dict[str, list[Part]]  # one for each file that has some of the parameter, in order
+    quantized: str | None = None  # the kind, if the files are
 
     @property
     def params(self) -> dict[str, Any]:
@@ -162,6 +170,32 @@ class Checkpoint:
             out[place].view(tensor.shape).copy_(tensor)
         return out
 
+    def read_quantized(
+        self, name: str, kind: str, rank: int = 0, ranks: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values and scales of what `rank` of `ranks` needs of a matrix."""
+        if self.quantized is None:
+            return quant.quantize(name, self.read(name, rank, ranks), kind)
+        values, scales = (self.parts[f"{name}.{part}"][rank].tensor for part in quant.PARTS)
+        return values, scales
+
+    def check_quantize(self, kind: str | None, ranks: int = 1) -> str | None:
+        """The kind to build with on `ranks` ranks; None: not quantized."""
+        quant.check_kind(kind)
+        if self.quantized is None:
+            return kind
+        require(
+            kind in (None, self.quantized),
+            f"quantize {kind!r}, and {self.path} is quantized to {self.quantized}: "
+            "leave quantize out, or build from the checkpoint that it was made of",
+        )
+        require(
+            ranks == len(self.files),
+            f"{self.path} was quantized for {len(self.files)} ranks, and there are {ranks}: start "
+            f"{len(self.files)}, or convert the full checkpoint with --shards {ranks}",
+        )
+        return self.quantized
+
     def _overlaps(
         self, name: str, need: list[range]
     ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
@@ -215,6 +249,9 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
         return _open_meta(path, shards)
     if (path / "config.json").is_file():
         return _open_hf(path)
+    quantized = sorted(f for f in path.iterdir() if _QUANTIZED.fullmatch(f.name))
+    if quantized and (path / "params.json").is_file():
+        return _open_quantized(path, quantized)
     missing = "params.json" if shards else "consolidated.00.pth"
     require(
         not shards and not (path / "params.json").is_file(),
@@ -239,6 +276,16 @@ def _open_meta(path: Path, shards: list[Path]) -> Checkpoint:
     rows, columns = _embedding_shape(parts, EMBEDDING, path)
     split_rows = columns == ModelArgs(**config.params).dim
     return Checkpoint(path, "meta", files, config, rows * len(files) if split_rows else rows, parts)
+
+
+def _open_quantized(path: Path, files: list[Path]) -> Checkpoint:
+    kind, _, ranks = _QUANTIZED.fullmatch(files[-1].name).groups()  # type: ignore[union-attr]
+    for i in range(int(ranks)):
+        file = path / f"quantized.{kind}.{i:02d}-of-{ranks}.safetensors"
+        require(file in files, f"{file} is missing, and there is {files[-1].name}: copy it too")
+    config, parts = read_params(path / "params.json"), _map_all(files)
+    rows, _ = _embedding_shape(parts, f"{EMBEDDING}.{quant.PARTS[0]}", path)
+    return Checkpoint(path, "quantized", files, config, rows, parts, kind)
 
 
 def _open_hf(path: Path) -> Checkpoint:
@@ -292,6 +339,8 @@ def _embedding_shape(parts: dict[str, list[Part]], name: str, path: Path) -> tup
 def problems(checkpoint: Checkpoint) -> list[str]:
     """What keeps the files from being the model that they say they are, a sentence each."""
     found: list[str] = []
+    if checkpoint.quantized is not None:
+        return list(_quantized_misfits(checkpoint, checkpoint.quantized))
     for name, parts in checkpoint.parts.items():
         if name in checkpoint.parameters:
             found += _misfits(checkpoint, name, parts)
@@ -302,6 +351,22 @@ def problems(checkpoint: Checkpoint) -> list[str]:
         f"{checkpoint.stored_name(name)} is missing from {checkpoint.path}: download it again"
         for name in missing
     ]
+
+
+def _quantized_misfits(checkpoint: Checkpoint, kind: str) -> Iterator[str]:
+    """What is wrong with the files that `convert --quantize` wrote."""
+    ranks = len(checkpoint.files)
+    needed: dict[str, tuple[int, ...]] = {}
+    for name, parameter in checkpoint.parameters.items():
+        shape = parameter.local_shape(ranks)
+        needed |= quant.stored_shapes(name, shape, kind) if len(shape) == 2 else {name: shape}
+    for name, shape in needed.items():
+        found = [tuple(part.tensor.shape) for part in checkpoint.parts.get(name, [])]
+        if found != [shape] * ranks:
+            yield (
+                f"{name} is not {list(shape)} in each of the {ranks} files of {checkpoint.path}: "
+                "convert the full checkpoint again"
+            )
 
 
 def _misfits(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Iterator[str]:
@@ -390,27 +455,35 @@ def load(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
+    quantize: str | None = None,
     progress: bool = True,
 ) -> None:
     """Give `model`, built under `torch.device("meta")`, this rank's weights.
+
+    With `quantize`, each is quantized before the next is read.
 
     The caller then makes what is in no checkpoint: `model.allocate_state(device, dtype)`.
     """
     rank, ranks = groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
     require_split(checkpoint.args, ranks)
+    kind = checkpoint.check_quantize(quantize, ranks)
     total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     with progress_bar(
         "loading", total, shown=progress and torch.distributed.get_rank() == 0
     ) as bar:
         for name, parameter in list(model.named_parameters()):
+            module = model.get_submodule(name.removesuffix(".weight"))
+            bar.update(parameter.numel() * dtype.itemsize)
+            if kind is not None and parameter.ndim == 2:
+                parts = checkpoint.read_quantized(name, kind, rank, ranks)
+                quant.install(module, parts, torch.device(device), dtype)
+                continue
             if name == OUTPUT and checkpoint.config.tied and ranks == 1:
                 tensor = model.tok_embeddings.weight.data
             else:
                 tensor = checkpoint.read(name, rank, ranks, device=device, dtype=dtype)
             assert tensor.shape == parameter.shape, (name, tensor.shape, parameter.shape)
-            module = model.get_submodule(name.removesuffix(".weight"))
             module.weight = nn.Parameter(tensor, requires_grad=False)
-            bar.update(tensor.nbytes)
 
 
 def progress_bar(what: str, total_bytes: int, *, shown: bool = True) -> tqdm:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from llama import quantize as quant
 from llama.checkpoint import (
     DTYPES,
     EMBEDDING,
@@ -45,7 +46,14 @@ _COMPANIONS = [
 
 
 def convert(
-    src: str, dst: str, *, to: str, shards: int = 1, dtype: str | None = None, force: bool = False
+    src: str,
+    dst: str,
+    *,
+    to: str,
+    shards: int = 1,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    force: bool = False,
 ) -> None:
     """Write the checkpoint in SRC to the folder DST.
 
@@ -57,16 +65,24 @@ def convert(
         to: the layout to write, meta or hf.
         shards: how many weight files to write.
         dtype: float32, float16 or bfloat16; default: each tensor as it is stored.
+        quantize: int8 or int4; a layout of its own beside Meta's params.json, for as many ranks as
+            there are shards.
         force: replace a checkpoint that is in DST, all of the folder.
     """
     require(to in _WRITERS, f"--to {to!r}: it must be one of {', '.join(_WRITERS)}")
     require(isinstance(shards, int) and shards > 0, f"--shards {shards!r}: it must be 1 or more")
     known = dtype is None or dtype in DTYPES
     require(known, f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    quant.check_kind(quantize)
+    require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst)).resolve()
+    require(
+        checkpoint.quantized is None,
+        f"{checkpoint.path} is quantized, and cannot be converted: convert what it was made of",
+    )
     _require_replaceable(target, checkpoint.path.resolve(), force)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype])
+    job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype], quantize)
     try:
         partial.mkdir(parents=True)
         _require_disk(partial, job.total_bytes)
@@ -88,9 +104,13 @@ class _Job(NamedTuple):
     folder: Path
     shards: int
     dtype: torch.dtype | None
+    quantize: str | None
 
     @property
     def total_bytes(self) -> int:
+        if self.quantize is not None:
+            shapes = {n: p.local_shape(self.shards) for n, p in self.checkpoint.parameters.items()}
+            return self.shards * quant.total_bytes(shapes, self.quantize, torch.float32)
         parameters = self.checkpoint.parameters.items()
         return sum(math.prod(p.shape) * self.dtype_of(name).itemsize for name, p in parameters)
 
@@ -106,12 +126,30 @@ def _write_meta(job: _Job, bar: tqdm) -> None:
     else:
         _write_json(job.folder / "params.json", to_params(checkpoint.params, config.context))
     for rank in range(job.shards):
+        if job.quantize is not None:
+            _write_quantized(job, job.quantize, rank, bar)
+            continue
         shard = {}
         for name in checkpoint.parameters:
             # A copy, since torch.save would write all of the file that a view belongs to.
             shard[name] = checkpoint.read(name, rank, job.shards, dtype=job.dtype, copy=True)
             bar.update(shard[name].nbytes)
         torch.save(shard, job.folder / f"consolidated.{rank:02d}.pth")
+
+
+def _write_quantized(job: _Job, kind: str, rank: int, bar: tqdm) -> None:
+    shard: dict[str, torch.Tensor] = {}
+    for name, parameter in job.checkpoint.parameters.items():
+        if len(parameter.shape) == 2:
+            parts = job.checkpoint.read_quantized(name, kind, rank, job.shards)
+            named = {f"{name}.{part}": t for part, t in zip(quant.PARTS, parts, strict=True)}
+        else:
+            named = {name: job.checkpoint.read(name, dtype=job.dtype, copy=True)}
+        shard |= {name: tensor.contiguous() for name, tensor in named.items()}
+        bar.update(sum(tensor.nbytes for tensor in named.values()))
+    file = job.folder / f"quantized.{kind}.{rank:02d}-of-{job.shards:02d}.safetensors"
+    save_file(shard, file)
+    shutil.copymode(job.folder / "params.json", file)  # not for the owner alone
 
 
 def _write_hf(job: _Job, bar: tqdm) -> None:

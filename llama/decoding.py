@@ -215,6 +215,6 @@ def check_finite(model: Transformer, record: CacheRecord, finite: bool) -> None:
     if not finite:
         clear_cache(model, record)
         raise LlamaError(
-            f"the logits are not finite in {model.output.weight.dtype}: the checkpoint may be "
+            f"the logits are not finite in {model.norm.weight.dtype}: the checkpoint may be "
             "damaged, or the dtype too narrow for it: try dtype='float32' (or 'bfloat16')"
         )

@@ -101,6 +101,7 @@ class Llama:
         sliding_window: int | None = None,
         prefill_chunk: int | None = None,
         kv_cache_dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         timeout_s: float = 600,
         check_ranks: bool = True,
         verbose: bool = True,
@@ -121,6 +122,8 @@ class Llama:
                 prompts and answers, and the cache has `window + prefill_chunk - 1` slots at most.
             prefill_chunk: prompts are read in pieces of at most this many tokens; None: whole.
             kv_cache_dtype: float32, bfloat16, float16 or int8; None: as the weights.
+            quantize: int8 (a scale for each output) or int4 (for each group of at most 128 inputs);
+                None: as the checkpoint is. On a CPU int8 rounds the activations too.
             timeout_s: how long a rank waits for another one.
             check_ranks: compare the calls of the ranks, and the tokens that they draw, at the price
                 of one more small gather for each token.
@@ -145,13 +148,14 @@ class Llama:
             arguments={
                 **vars(args),
                 "kv_cache_dtype": kv_cache_dtype,
+                "quantize": quantize,
                 "seed": seed,
                 "check_ranks": check_ranks,
             },
         )
         try:
             with ranks.waiting_to_load(runtime):
-                model = load_model(args, checkpoint, runtime, kv_cache_dtype)
+                model = load_model(args, checkpoint, runtime, kv_cache_dtype, quantize)
             llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
         except BaseException:
             runtimes.teardown(runtime)

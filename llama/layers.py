@@ -9,12 +9,16 @@ when the group has more than one rank, by a functional collective, which traces.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from fairscale.nn.model_parallel import initialize as groups
 from fairscale.nn.model_parallel import layers as fairscale_layers
 from fairscale.nn.model_parallel.utils import divide_and_check_no_remainder
 from torch import nn
+
+from llama.errors import LlamaError
 
 TILE_ROWS = 1024  # of a weight that is converted in pieces: a few MB of float32 at a time
 SMALL = 2**18  # a weight of fewer numbers is read faster than another operator is called
@@ -28,8 +32,13 @@ _SLOW_DTYPES = {
 }
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (..., in_features) times weight (out_features, in_features): the only matrix product."""
+def linear(x: torch.Tensor, weight: torch.Tensor | nn.Module) -> torch.Tensor:
+    """x (..., in_features) times weight (out_features, in_features): the only matrix product.
+
+    `weight` may be a module of `llama.quantize`.
+    """
+    if not isinstance(weight, torch.Tensor):
+        return weight(x)
     trains = weight.requires_grad or x.requires_grad  # the operators below have no gradient
     if x.device.type != "cpu" or trains or not _HAS_ONEDNN or weight.numel() < SMALL:
         return F.linear(x, weight)
@@ -41,17 +50,25 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-@torch.library.custom_op("llama::onednn_linear", mutates_args=())
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x Wᵀ in float32 by oneDNN, which reads a plain weight as fast as one packed for it.
 
     At one row it is 1.2 times as fast as the BLAS that F.linear calls, at a few rows twice, at many
-    1.2 to 1.5 times. An operator of our own, since Inductor takes oneDNN's for constants only.
+    1.2 to 1.5 times. In a graph it is an operator of our own, since Inductor takes oneDNN's for
+    constants only.
     """
+    product = _traced_linear if torch.compiler.is_compiling() else _onednn_linear
+    return product(x, weight)
+
+
+def _onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-@onednn_linear.register_fake
+_traced_linear = torch.library.custom_op("llama::onednn_linear", _onednn_linear, mutates_args=())
+
+
+@_traced_linear.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -82,8 +99,29 @@ def _make_weight(layer: nn.Module, out_features: int, in_features: int, *, axis:
     return shape[axis]
 
 
+class WeightError(LlamaError, AttributeError):
+    """There is no such attribute, and a caller can know why."""
+
+
+def _weight(layer: nn.Module) -> Any:
+    """This rank's part of the weight, or what `llama.quantize` put in its place."""
+    quantized = layer._modules.get("quantized")
+    return layer.weight if quantized is None else quantized
+
+
+def _getattr(layer: nn.Module, name: str) -> Any:
+    """What `nn.Module` finds, and one sentence where a weight is quantized."""
+    if name == "weight" and "quantized" in layer._modules:
+        raise WeightError(
+            "this weight is quantized, and its tensor is gone: build without quantize to have it"
+        )
+    return nn.Module.__getattr__(layer, name)
+
+
 class ColumnParallelLinear(fairscale_layers.ColumnParallelLinear):
     """y = x Wᵀ with the rows of W (the columns of Wᵀ) split over the ranks."""
+
+    __getattr__ = _getattr
 
     def __init__(self, in_features: int, out_features: int, *, gather_output: bool) -> None:
         nn.Module.__init__(self)
@@ -93,7 +131,7 @@ class ColumnParallelLinear(fairscale_layers.ColumnParallelLinear):
         self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = linear(x, self.weight)
+        y = linear(x, _weight(self))
         if self.gather_output and self.world_size > 1:
             y = all_gather(y, self.group_name, self.world_size)
         return y
@@ -101,6 +139,8 @@ class ColumnParallelLinear(fairscale_layers.ColumnParallelLinear):
 
 class RowParallelLinear(fairscale_layers.RowParallelLinear):
     """y = x Wᵀ with the columns of W split over the ranks, as its input already is."""
+
+    __getattr__ = _getattr
 
     def __init__(self, in_features: int, out_features: int) -> None:
         nn.Module.__init__(self)
@@ -110,12 +150,14 @@ class RowParallelLinear(fairscale_layers.RowParallelLinear):
         self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = linear(x, self.weight)
+        y = linear(x, _weight(self))
         return all_reduce(y, self.group_name) if self.world_size > 1 else y
 
 
 class ParallelEmbedding(fairscale_layers.ParallelEmbedding):
     """A table (num_embeddings, embedding_dim) split along the embedding dimension."""
+
+    __getattr__ = _getattr
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         nn.Module.__init__(self)
@@ -123,5 +165,7 @@ class ParallelEmbedding(fairscale_layers.ParallelEmbedding):
         self.embedding_dim_per_partition = _make_weight(self, num_embeddings, embedding_dim, axis=1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = F.embedding(tokens, self.weight)
+        weight = _weight(self)
+        plain = isinstance(weight, torch.Tensor)
+        h = F.embedding(tokens, weight) if plain else weight.rows(tokens)
         return all_gather(h, self.group_name, self.world_size) if self.world_size > 1 else h

@@ -49,10 +49,12 @@ def load_model(
     checkpoint: checkpoints.Checkpoint,
     runtime: Runtime,
     kv_cache_dtype: str | torch.dtype | None,
+    quantize: str | None = None,
 ) -> Transformer:
     """This rank's part of the model, on its device."""
     device, dtype = runtime.device, runtime.dtype
     cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
+    kind = checkpoint.check_quantize(quantize, runtime.model_parallel_size)
     checkpoints.require_room(
         args,
         device=device,
@@ -65,7 +67,10 @@ def load_model(
     with torch.inference_mode(False):
         with torch.device("meta"):
             model = Transformer(args)
-        checkpoints.load(model, checkpoint, device=device, dtype=dtype, progress=runtime.rank == 0)
+        shown = runtime.rank == 0
+        checkpoints.load(
+            model, checkpoint, device=device, dtype=dtype, quantize=kind, progress=shown
+        )
         model.allocate_state(device, cache_dtype)
     ranks.check_weights(model)
     return model.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llama import kv_cache
+from llama import kv_cache, quantize
 from llama.checkpoint import open_checkpoint, require_split
 from llama.config import CONTEXT
 from llama.errors import LlamaError, checked_whole, require
@@ -141,7 +141,7 @@ def usage(model: Transformer, record: CacheRecord) -> dict[str, int]:
     cache = args.cache_bytes(attention.cache_k.dtype, args.kv_heads // attention.n_local_kv_heads)
     used = sum(min(len(record.tokens(row)), args.n_slots) for row in record.rows)
     return {
-        "weights_bytes": sum(weights.values()),
+        "weights_bytes": sum(weights.values()) + sum(w.nbytes for w in quantize.weights(model)),
         "cache_bytes": cache,
         "used_bytes": cache // (args.max_batch_size * args.n_slots) * used,
     }

@@ -1,0 +1,255 @@
+"""Weights in 8 or 4 bits: how they are made, kept, multiplied with, and written to files.
+
+int8: a row of a weight (n, k), which makes one output, is whole numbers from -127 to 127 times a
+scale of its own, float32 (n,).
+int4: each group of a row's numbers is (code - 8) * step + middle with codes from 0 to 15, two in a
+byte (n, k / 2); steps and middles are bfloat16 (k / group, n, 2). Embeddings stay in int8.
+
+A layer keeps such a weight as a module in the place of its parameter. On a CPU the products are
+those of FBGEMM (int8; x is rounded too, row by row) and of ATen's packed int4; elsewhere the
+weight is widened where it is used, which a compiler fuses with the product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llama.errors import LlamaError, require
+from llama.layers import TILE_ROWS, ParallelEmbedding
+
+KINDS = ("int8", "int4")
+PARTS = ("values", "scales")  # names in a file, behind the parameter's
+GROUPS = (128, 64, 32)  # the first that divides a row
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+TINY = 2.0**-100  # the least scale, of a row of zeros
+# Without VNNI, sums of two products of 8 bits overflow: x gets 7.
+LEVELS = 127 if torch.cpu._is_vnni_supported() else 63
+
+Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # values and scales
+Product: TypeAlias = Callable[..., torch.Tensor]
+
+
+def check_kind(kind: str | None) -> None:
+    """Refuse what is not known."""
+    require(
+        kind is None or kind in KINDS,
+        f"quantize {kind!r}: it must be one of {', '.join(KINDS)}, or None",
+    )
+
+
+def group_size(in_features: int) -> int:
+    """How many neighbours in a row share a scale in int4."""
+    group = next((g for g in GROUPS if in_features % g == 0), None)
+    if group is None:
+        raise LlamaError(
+            f"a row of {in_features} weights does not divide into groups of "
+            f"{', '.join(map(str, GROUPS))}: use quantize='int8', or fewer ranks"
+        )
+    return group
+
+
+def to_int8(weight: torch.Tensor) -> Parts:
+    """weight (n, k) as values (n, k) and scales (n,)."""
+    values, scales = [], []
+    for tile in weight.split(TILE_ROWS):
+        wide = tile.float()
+        scale = (wide.abs().amax(1) / 127).clamp_min(TINY)
+        values.append((wide / scale[:, None]).round().to(torch.int8))
+        scales.append(scale)
+    return torch.cat(values), torch.cat(scales)
+
+
+def to_int4(weight: torch.Tensor) -> Parts:
+    """weight (n, k) as values (n, k / 2) and scales (k / group, n, 2)."""
+    group = group_size(weight.shape[1])
+    values, scales = [], []
+    for tile in weight.split(TILE_ROWS):
+        wide = tile.float().unflatten(1, (-1, group))
+        low, high = wide.aminmax(dim=-1)
+        # Codes are chosen for step and middle as they are stored, rounded.
+        step = ((high - low) / 15).clamp_min(TINY).bfloat16()
+        middle = (low + 8 * step.float()).bfloat16()
+        codes = (wide - middle.float()[..., None]) / step.float()[..., None] + 8
+        codes = codes.round().clamp(0, 15).to(torch.uint8).flatten(1)
+        values.append(codes[:, ::2] | codes[:, 1::2] << 4)
+        scales.append(torch.stack((step, middle), dim=-1).transpose(0, 1))
+    return torch.cat(values), torch.cat(scales, dim=1)
+
+
+def codes_of(values: torch.Tensor) -> torch.Tensor:
+    """The codes (n, k) that lie two in a byte."""
+    return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
+
+
+def kind_of(name: str, kind: str) -> str:
+    """What a parameter is kept in where the model is in `kind`."""
+    return "int8" if "embeddings" in name else kind
+
+
+def quantize(name: str, weight: torch.Tensor, kind: str) -> Parts:
+    """The values and scales of a parameter."""
+    return to_int8(weight) if kind_of(name, kind) == "int8" else to_int4(weight)
+
+
+def stored_shapes(name: str, shape: tuple[int, ...], kind: str) -> dict[str, tuple[int, ...]]:
+    """What a file holds in the place of a parameter (n, k)."""
+    n, k = shape
+    if kind_of(name, kind) == "int8":
+        return {f"{name}.values": (n, k), f"{name}.scales": (n,)}
+    return {f"{name}.values": (n, k // 2), f"{name}.scales": (k // group_size(k), n, 2)}
+
+
+def nbytes(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a quantized weight (n, k)."""
+    n, k = shape
+    return n * k + 4 * n if kind == "int8" else n * k // 2 + 4 * n * k // group_size(k)
+
+
+def int8_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The product where no kernel is known."""
+    return F.linear(x, values.to(x.dtype)) * scales.to(x.dtype)
+
+
+def int4_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The product where no kernel is known."""
+    codes = codes_of(values)
+    step, middle = scales.to(x.dtype).transpose(0, 1)[..., None].unbind(2)  # (n, k / group, 1)
+    wide = (codes.unflatten(1, (step.shape[1], -1)).to(x.dtype) - 8) * step + middle
+    return F.linear(x, wide.flatten(1))
+
+
+def packed_int4_linear(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """ATen's kernel for CPUs, which computes in bfloat16."""
+    group = x.shape[-1] // len(scales)
+    rows = x.flatten(0, -2).bfloat16()
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, scales.bfloat16())
+    return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class Packed:
+    """An int8 weight as FBGEMM wants it. Graphs, which cannot hold that, know it by a number."""
+
+    alive: ClassVar[WeakValueDictionary[int, Packed]] = WeakValueDictionary()
+    numbers = itertools.count()
+
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        zeros, engine = torch.zeros_like(scales).long(), torch.backends.quantized.engine
+        with warnings.catch_warnings():
+            # The class of quantized tensors is to go; FBGEMM takes its weights in no other.
+            warnings.simplefilter("ignore", UserWarning)
+            q = torch._make_per_channel_quantized_tensor(values, scales, zeros, 0)
+        try:
+            torch.backends.quantized.engine = "fbgemm"
+            self.object = torch.ops.quantized.linear_prepack(q, None)
+        finally:
+            torch.backends.quantized.engine = engine
+        self.shape, self.number = tuple(values.shape), next(self.numbers)
+        self.alive[self.number] = self
+
+    def tensors(self) -> Parts:
+        q = torch.ops.quantized.linear_unpack(self.object)[0]
+        return q.int_repr(), q.q_per_channel_scales().float()
+
+    def __deepcopy__(self, memo: object) -> Packed:
+        return self  # nothing in it changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packed, self.tensors()
+
+
+def packed_int8_linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    """FBGEMM's product. A scale for each row of x, so that no row depends on another."""
+    require(
+        x.device.type == "cpu",
+        f"x is on {x.device}, and the weights were quantized for a CPU: build with device=",
+    )
+    rows = x.flatten(0, -2).float()
+    scales = (rows.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY)
+    y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        rows / scales, 1.0, LEVELS + 1, Packed.alive[number].object
+    )
+    return (y * scales).to(x.dtype).view(*x.shape[:-1], out_features)
+
+
+_traced_linear = torch.library.custom_op(
+    "llama::packed_int8_linear", packed_int8_linear, mutates_args=()
+)
+
+
+@_traced_linear.register_fake
+def _(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+class QuantizedWeight(nn.Module):
+    """What a layer has in the place of its weight: values and scales, or the two packed."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, product: Product, parts: Parts | None, packed: Packed | None) -> None:
+        super().__init__()
+        self.product, self.packed = product, packed
+        for name, tensor in zip(PARTS, parts or (None, None), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            return self.product(x, self.values, self.scales)
+        product = _traced_linear if torch.compiler.is_compiling() else self.product
+        return product(x, self.packed.number, self.packed.shape[0])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:  # of an embedding, in its scales' dtype
+        return F.embedding(ids, self.values) * self.scales[ids][..., None]
+
+    def tensors(self) -> Parts:
+        return (self.values, self.scales) if self.packed is None else self.packed.tensors()
+
+    @property
+    def nbytes(self) -> int:
+        if self.packed is None:
+            return self.values.nbytes + self.scales.nbytes
+        return nbytes(self.packed.shape, "int8")
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise LlamaError(
+            "a quantized model has no state dict: save it with python -m llama convert --quantize"
+        )
+
+
+def install(layer: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype) -> None:
+    """Give `layer` a quantized weight in the place of its parameter, as the device wants it."""
+    values, scales = (part.to(device) for part in parts)
+    on_cpu, is_int8 = device.type == "cpu", values.dtype == torch.int8
+    if isinstance(layer, ParallelEmbedding):
+        weight = QuantizedWeight(int8_linear, (values, scales.to(dtype)), None)
+    elif is_int8 and on_cpu and HAS_FBGEMM:
+        weight = QuantizedWeight(packed_int8_linear, None, Packed(values, scales))
+    elif is_int8:
+        weight = QuantizedWeight(int8_linear, (values, scales), None)
+    elif on_cpu and len(values) % 32 == 0:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(values).int(), 1)
+        weight = QuantizedWeight(packed_int4_linear, (packed, scales.contiguous()), None)
+    else:
+        weight = QuantizedWeight(int4_linear, (values, scales), None)
+    del layer.weight
+    layer.quantized = weight
+
+
+def weights(model: nn.Module) -> list[QuantizedWeight]:
+    """Those of a model; none if it is not quantized."""
+    return [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+
+
+def total_bytes(shapes: dict[str, tuple[int, ...]], kind: str, dtype: torch.dtype) -> int:
+    """Bytes of parameters by name, the norms in `dtype`."""
+    matrices = sum(nbytes(s, kind_of(name, kind)) for name, s in shapes.items() if len(s) == 2)
+    return matrices + sum(s[0] * dtype.itemsize for s in shapes.values() if len(s) == 1)
