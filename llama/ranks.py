@@ -126,6 +126,7 @@ def waiting(
 
 
 def waiting_to_load(runtime: Runtime) -> AbstractContextManager[None]:
+    """`waiting`, while the ranks load their weights and compare them."""
     return waiting(runtime, "for the other ranks to load their weights", lambda: None)
 
 
