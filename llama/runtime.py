@@ -299,6 +299,8 @@ class _Made:
 
     def release(self) -> None:
         """Give up what was made here; nothing of the caller's."""
+        if self.world is not None and self.world is dist.group.WORLD and _is_failing(self.world):
+            return
         made, self.groups, self.input = self.groups, [], None
         world, self.world, self.store = self.world, None, None
         if not dist.is_initialized():
@@ -319,6 +321,16 @@ class _Made:
         made.clear()
         group = world = None
         backends.clear()
+
+
+def _is_failing(world: dist.ProcessGroup) -> bool:
+    """Is an error on its way out of a rank on a GPU?
+
+    To give up a group of nccl would then wait for ranks that wait for this one; it goes with the
+    process.
+    """
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the latter at exit
+    return error is not None and world.size() > 1 and dist.get_backend(world) == "nccl"
 
 
 def input_group() -> dist.ProcessGroup:
