@@ -221,6 +221,7 @@ def dtypes() -> None:
 def draw(path: str, panels: list[tuple], *, log: bool = True) -> None:
     """panels: (what is on the y axis, lengths, label -> values)."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
     for axes, (ylabel, lengths, curves) in zip(
@@ -233,6 +234,13 @@ def draw(path: str, panels: list[tuple], *, log: bool = True) -> None:
             axes.set(xscale="log", yscale="log")
             axes.set_xticks(lengths, [str(n) for n in lengths])
             axes.minorticks_off()
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            # What is expected: no growth, and growth with the length.
+            least = min(values[0] for values in curves.values())
+            for slope in (0, 1):
+                line = [least * (n / lengths[0]) ** slope for n in lengths]
+                axes.plot(lengths, line, color="gray", linestyle=":", label=f"slope {slope}")
         else:
             axes.set_ylim(bottom=0)
         axes.legend()
