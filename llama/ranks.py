@@ -94,6 +94,7 @@ def read_on_rank_0(read: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
+    group = input_group()
     told: list[Any] = [None, False]
     ended: EOFError | None = None
     if dist.get_rank() == 0:
@@ -101,7 +102,7 @@ def read_on_rank_0(read: Callable[[], T]) -> T:
             told = [read(), False]
         except EOFError as error:
             told, ended = [None, True], error
-    dist.broadcast_object_list(told, src=0, group=input_group())
+    dist.broadcast_object_list(told, src=0, group=group)
     if told[1]:
         raise ended or EOFError("the input of rank 0 has ended")
     return told[0]

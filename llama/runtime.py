@@ -267,8 +267,9 @@ class _Made:
                 timeout=timedelta(seconds=timeout_s),
             )
         self.world = dist.group.WORLD
-        if launch.world_size == 1:
-            sys.excepthook = hook  # torch's puts "[rank0]: " before each line of a traceback
+        # torch's puts "[rank1]: " before each line of a traceback: once is enough.
+        if launch.world_size == 1 or self.launches > 1:
+            sys.excepthook = hook
 
     def start_groups(
         self, model_parallel_size: int | None, device: torch.device, timeout_s: float

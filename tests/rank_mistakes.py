@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from llama import Llama, LlamaError
@@ -47,7 +48,14 @@ def main(folder: str, other_shape: str, other_weights: str, one_kv_head: str) ->
             read_on_rank_0(end_of_input)
         except EOFError:
             found["read"].append("end")
+    with Llama.build(timeout_s=1):
+        found["read"].append(read_on_rank_0(slow_input))
     (Path(folder) / f"{RANK}.json").write_text(json.dumps(found))
+
+
+def slow_input() -> str:
+    time.sleep(2)  # longer than a rank may stay silent
+    return "slow"
 
 
 def end_of_input() -> str:

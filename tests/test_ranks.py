@@ -171,8 +171,10 @@ def test_after_all_of_these_mistakes_the_ranks_still_answer(
     assert [found["still right"] for found in mistakes] == [expected, expected]
 
 
-def test_rank_0_alone_is_asked_for_input_and_its_end_ends_all(mistakes: list[dict]) -> None:
-    assert [found["read"] for found in mistakes] == [["first", "second", "end"]] * 2
+def test_rank_0_alone_is_asked_for_input_may_take_its_time_and_ends_all(
+    mistakes: list[dict],
+) -> None:
+    assert [found["read"] for found in mistakes] == [["first", "second", "end", "slow"]] * 2
 
 
 def fault(name: str, where: str) -> Run:
