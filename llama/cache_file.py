@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llama import kv_cache, quantize
-from llama.errors import LlamaError, checked_path, require
+from llama.errors import LlamaError, checked_path, checked_whole, require
 from llama.files import looks_like
 from llama.model import Transformer
 from llama.prefix import CacheRecord
@@ -37,11 +38,12 @@ class CachedRow:
 
 def read_row(model: Transformer, record: CacheRecord, row: int) -> CachedRow:
     """Views of the buffers, or copies if the ring has turned or the cache is in int8."""
-    args, tokens = model.params, record.tokens(row)
+    args, row = model.params, checked_whole(row, "row")
     require(
-        isinstance(row, int) and 0 <= row < args.max_batch_size,
-        f"row {row!r}, and the cache has {args.max_batch_size}: rows go from 0 on",
+        row < args.max_batch_size,
+        f"row {row}, and the cache has {args.max_batch_size}: rows go from 0 on",
     )
+    tokens = record.tokens(row)
     start = max(0, len(tokens) - args.n_slots)
     slots = kv_cache.slot_of(torch.arange(start, len(tokens)), args.n_slots)
 
@@ -71,7 +73,7 @@ def save(model: Transformer, record: CacheRecord, path: str | Path) -> None:
             tensors[f"{row}.{name}"] = buffer[row, : min(len(tokens), model.params.n_slots)]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
-        save_file(tensors, unfinished, metadata=_identity(model))
+        save_file(tensors, unfinished, _identity(model) | {"contents": _checksum(tensors)})
         os.replace(unfinished, path)
     except (OSError, SafetensorError) as error:
         raise LlamaError(f"{path} cannot be written: {error}") from error
@@ -93,6 +95,10 @@ def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:
             f"{path} was written with {name} {found.get(name)}, and here it is {ours}: "
             "build as for the file, or read the prompt anew",
         )
+    require(
+        found.get("contents") == _checksum(tensors),
+        f"{path} is damaged: its contents are not those that were written; read the prompt anew",
+    )
     args, buffers = model.params, _buffers(model)
     rows = {int(name.split(".")[0]): t.tolist() for name, t in tensors.items() if "tokens" in name}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -116,7 +122,11 @@ def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:
 
 def _of_this_rank(path: str | Path) -> Path:
     path, ranks = checked_path(path, "path"), groups.get_model_parallel_world_size()
-    return path if ranks == 1 else Path(f"{path}.{groups.get_model_parallel_rank()}")
+    path = path if ranks == 1 else Path(f"{path}.{groups.get_model_parallel_rank()}")
+    require(
+        path.is_file() or not path.exists(), f"'{path}' is no file: pass the path of a cache file"
+    )
+    return path
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -127,9 +137,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     except FileNotFoundError as error:
         raise LlamaError(f"{path} is missing: write it with save_cache") from error
     except (OSError, SafetensorError) as error:
-        what = looks_like(path) if path.is_file() else "a folder"
         raise LlamaError(
-            f"{path} is cut short or no cache file ({what}; {error}): write it with save_cache"
+            f"{path} is cut short or no cache file ({looks_like(path)}; {error}): "
+            "write it with save_cache"
         ) from error
 
 
@@ -157,9 +167,16 @@ def _identity(model: Transformer) -> dict[str, str]:
 def _digest(model: Transformer) -> str:
     """Of this rank's weights, rotary frequencies, heads and epsilon."""
     args = model.params
-    digest = hashlib.sha256(f"{args.n_heads} {args.kv_heads} {args.norm_eps}".encode())
     quantized = [tensor for weight in quantize.weights(model) for tensor in weight.tensors()]
-    for tensor in (model.rope_freqs, *model.parameters(), *quantized):
-        raw: Any = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
-        digest.update(f"{tuple(tensor.shape)} {zlib.crc32(raw)}".encode())
+    tensors = [model.rope_freqs, *model.parameters(), *quantized]
+    shape = f"{args.n_heads} {args.kv_heads} {args.norm_eps} "
+    return _checksum({shape + str(i): tensor for i, tensor in enumerate(tensors)})
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of names, shapes, dtypes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(raw)}\n".encode())
     return digest.hexdigest()[:16]

@@ -414,6 +414,21 @@ def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
         )
 
 
+def weights_bytes(
+    args: ModelArgs,
+    *,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    tied: bool = False,
+    quantize: str | None = None,
+) -> int:
+    """Bytes of one rank's weights, as they are or quantized."""
+    if quantize is None:
+        return args.weights_bytes(dtype, ranks, tied=tied)
+    shapes = {name: p.local_shape(ranks) for name, p in parameters(args).items()}
+    return quant.total_bytes(shapes, quantize, dtype)
+
+
 def require_room(
     args: ModelArgs,
     *,
@@ -422,6 +437,7 @@ def require_room(
     cache_dtype: torch.dtype | None = None,
     ranks: int = 1,
     tied: bool = False,
+    quantize: str | None = None,
 ) -> None:
     """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
 
@@ -438,7 +454,7 @@ def require_room(
         torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
         on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         available = int(least) // (min(ranks, on_this_host) if device.type == "cpu" else 1)
-    weights = args.weights_bytes(dtype, ranks, tied=tied)
+    weights = weights_bytes(args, dtype=dtype, ranks=ranks, tied=tied, quantize=quantize)
     cache = args.cache_bytes(cache_dtype or dtype, ranks)
     require(
         weights + cache <= available,

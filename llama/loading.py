@@ -62,6 +62,7 @@ def load_model(
         cache_dtype=cache_dtype,
         ranks=runtime.model_parallel_size,
         tied=checkpoint.config.tied,
+        quantize=kind,
     )
     # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
     with torch.inference_mode(False):

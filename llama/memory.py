@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llama import kv_cache, quantize
-from llama.checkpoint import open_checkpoint, require_split
+from llama import kv_cache
+from llama.checkpoint import open_checkpoint, require_split, weights_bytes
 from llama.config import CONTEXT
-from llama.errors import LlamaError, checked_whole, require
+from llama.errors import LlamaError, checked_path, checked_whole, require
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
+from llama.quantize import check_kind
+from llama.quantize import weights as quantized_weights
 from llama.runtime import resolve_dtype
 
 _FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len")
@@ -35,21 +38,21 @@ ARCHITECTURES = {
 WINDOWS = {"mistral-7b": 4096}
 
 
-def architecture(model: str) -> tuple[ModelArgs, bool]:
-    """The shape of a model with one row of its context, and whether its output layer is tied.
+def architecture(model: str) -> tuple[ModelArgs, bool, str | None]:
+    """A model's shape with one row of its context, if its output is tied, and how it is quantized.
 
     `model` is a known name, or the folder of a checkpoint.
     """
     if model in ARCHITECTURES:
         shape: dict[str, Any] = dict(zip(_FIELDS, ARCHITECTURES[model], strict=True))
-        return ModelArgs(**shape, sliding_window=WINDOWS.get(model), max_batch_size=1), False
+        return ModelArgs(**shape, sliding_window=WINDOWS.get(model), max_batch_size=1), False, None
     require(
         Path(model).is_dir(),
         f"{model!r} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
     )
     checkpoint = open_checkpoint(model)
     args = replace(checkpoint.args, max_seq_len=checkpoint.context or CONTEXT, max_batch_size=1)
-    return args, checkpoint.config.tied
+    return args, checkpoint.config.tied, checkpoint.quantized
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,20 @@ class Plan:
     cache_dtype: torch.dtype = torch.float16
     ranks: int = 1
     tied: bool = False
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         require_split(self.args, self.ranks)
 
     @property
     def weights_bytes(self) -> int:
-        return self.args.weights_bytes(self.dtype, self.ranks, tied=self.tied)
+        return weights_bytes(
+            self.args, dtype=self.dtype, ranks=self.ranks, tied=self.tied, quantize=self.quantize
+        )
+
+    @property
+    def weights_name(self) -> str:
+        return self.quantize or _name(self.dtype)
 
     @property
     def cache_bytes(self) -> int:
@@ -90,6 +100,7 @@ def memory(
     max_batch_size: int = 1,
     dtype: str = "float16",
     kv_cache_dtype: str | None = None,
+    quantize: str | None = None,
     model_parallel_size: int = 1,
     sliding_window: int | None = None,
     prefill_chunk: int | None = None,
@@ -104,6 +115,7 @@ def memory(
         max_batch_size: rows of the cache.
         dtype: of the weights, float32, bfloat16 or float16.
         kv_cache_dtype: of the cache, one of these or int8; default: as the weights.
+        quantize: int8 or int4, for the weights.
         model_parallel_size: ranks that share the model.
         sliding_window: how many positions a query sees; default: what the model says.
         prefill_chunk: prompts are read in pieces of at most this many tokens.
@@ -113,7 +125,9 @@ def memory(
     model = str(model)  # the command line makes a number of a folder named 7
     weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
     cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
-    args, tied = architecture(model)
+    plot = None if plot is None else str(checked_path(plot, "plot"))
+    check_kind(quantize)
+    args, tied, quantized = architecture(model)
     max_seq_len = args.max_seq_len if max_seq_len is None else max_seq_len
     args = replace(
         args,
@@ -123,7 +137,7 @@ def memory(
         prefill_chunk=prefill_chunk,
     )
     ranks = checked_whole(model_parallel_size, "model_parallel_size", 1)
-    plan = Plan(args, weights_dtype, cache_dtype, ranks, tied)
+    plan = Plan(args, weights_dtype, cache_dtype, ranks, tied, quantized or quantize)
     budget_bytes = None if budget is None else parse_bytes(budget)
     print("\n".join(report(plan, title=model)))
     if budget_bytes is not None:
@@ -141,7 +155,7 @@ def usage(model: Transformer, record: CacheRecord) -> dict[str, int]:
     cache = args.cache_bytes(attention.cache_k.dtype, args.kv_heads // attention.n_local_kv_heads)
     used = sum(min(len(record.tokens(row)), args.n_slots) for row in record.rows)
     return {
-        "weights_bytes": sum(weights.values()) + sum(w.nbytes for w in quantize.weights(model)),
+        "weights_bytes": sum(weights.values()) + sum(w.nbytes for w in quantized_weights(model)),
         "cache_bytes": cache,
         "used_bytes": cache // (args.max_batch_size * args.n_slots) * used,
     }
@@ -155,7 +169,7 @@ def report(plan: Plan, *, title: str) -> Iterator[str]:
         f"{args.kv_heads} for keys and values"
     )
     sizes = {
-        f"weights, {_name(plan.dtype)}": plan.weights_bytes,
+        f"weights, {plan.weights_name}": plan.weights_bytes,
         f"cache per token, {_name(plan.cache_dtype)}": plan.token_bytes,
         f"cache per sequence, {args.n_slots} slots": plan.row_bytes,
         f"cache, batch of {args.max_batch_size}": plan.cache_bytes,
@@ -228,14 +242,17 @@ def draw(plan: Plan, path: str, *, title: str) -> None:
             for length in lengths
         ]
         axes.plot(lengths, [size / 1e9 for size in sizes], marker=".", label=label)
-    weights = args.weights_bytes(plan.dtype, tied=plan.tied) / 1e9
-    axes.axhline(weights, color="black", linestyle="--", label=f"weights, {_name(plan.dtype)}")
+    weights = replace(plan, ranks=1).weights_bytes / 1e9
+    axes.axhline(weights, color="black", linestyle="--", label=f"weights, {plan.weights_name}")
     axes.set(xlabel="tokens", ylabel="GB", title=f"{title}: cache of one sequence")
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise LlamaError(f"the plot {str(path)!r} cannot be written: {error}") from error
 
 
 def parse_bytes(size: str | int) -> int:
@@ -245,7 +262,7 @@ def parse_bytes(size: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", str(size).lower())
     if match is None or match[2] not in units:
         raise LlamaError(f"{size!r} is no size: write a number and a unit, such as 24GiB or 24GB")
-    return int(float(match[1]) * units[match[2]])
+    return int(Fraction(match[1]) * units[match[2]])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -113,7 +113,7 @@ def test_llama_3_1_405b_at_128k_takes_more_than_63_gb() -> None:
 
 @pytest.mark.parametrize(("length", "ratio"), [(128 * K, 1.07), (512 * K, 4.28)])
 def test_the_cache_of_llama_3_1_8b_outgrows_its_weights(length, ratio) -> None:
-    args, _ = architecture("llama-3.1-8b")
+    args, _, _ = architecture("llama-3.1-8b")
     weights = args.weights_bytes(torch.float16)
     cache = cache_bytes(args.n_layers, args.kv_heads, args.head_dim, length=length)
     assert cache / weights == pytest.approx(ratio, rel=0.01)
@@ -150,7 +150,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_weights_of_a_named_model_are_the_parameters_on_its_card(name) -> None:
-    args, tied = architecture(name)
+    args, tied, _ = architecture(name)
     assert not tied
     assert args.weights_bytes(torch.float16) == 2 * PARAMETERS[name]
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from llama import LlamaError
+from llama import Llama, LlamaError
+from llama.generation import STORIES
+from llama.kv_cache import format_bytes
 from llama.memory import ARCHITECTURES, memory, parse_bytes
 
 
@@ -95,3 +97,22 @@ def test_a_plot_is_drawn(model, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     memory(model, plot=str(tmp_path / "cache.png"))
     assert (tmp_path / "cache.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_weights_take_what_an_instance_has(kind: str, capsys) -> None:
+    try:
+        with Llama.build(quantize=kind, dtype="float32", verbose=False) as llama:
+            n_bytes = llama.memory()["weights_bytes"]
+    except LlamaError as error:
+        pytest.skip(str(error))  # no group divides the shipped model's rows
+    memory(str(STORIES), quantize=kind, dtype="float32")
+    assert lines(capsys)[f"weights, {kind}"] == format_bytes(n_bytes)
+
+
+def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    for plot in (str(tmp_path / "nowhere" / "x.png"), str(tmp_path / "x.xyz")):
+        with pytest.raises(LlamaError, match="cannot be written"):
+            memory("llama-2-7b", plot=plot)
+    with pytest.raises(LlamaError, match="plot True is a bool"):
+        memory("llama-2-7b", plot=True)
