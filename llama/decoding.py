@@ -93,12 +93,13 @@ def decode(
     logprobs: bool = False,
     score: bool = False,
     agree: Callable[[torch.Tensor], None] | None = None,
+    step: Callable[..., torch.Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate for a batch: fill in its rows, and yield the new token of each after each step.
 
     A row that has ended yields None; the caller may end one between two steps by giving it a
     finish reason. Only ids below `n_words` are drawn. `logprobs`, `score`: fill in those of the
-    generated tokens, and those of the prompts.
+    generated tokens, and those of the prompts. `step`: the model, compiled for one new token.
     """
     with record.watch(model):
         logits = prefill(model, record, rows, score=score)
@@ -126,7 +127,7 @@ def decode(
             if any(running):
                 tokens = torch.where(advance, chosen, tokens)
                 positions = positions + advance
-                logits = feed(model, record, rows, tokens, positions)
+                logits = feed(model, record, rows, tokens, positions, step or model)
 
 
 def prefill(
@@ -191,12 +192,13 @@ def feed(
     rows: Sequence[Row],
     tokens: torch.Tensor,
     positions: torch.Tensor,
+    step: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """One pass over the newest token of each row: the next logits, (bsz, vocab_size)."""
     longest = max(len(row.prompt) + len(row.tokens) for row in rows)
     kv_len = min(longest, model.params.n_slots)
     with record.write():
-        logits = model(tokens[:, None], positions, kv_len=kv_len, only_last=True)
+        logits = step(tokens[:, None], positions, kv_len=kv_len, only_last=True)
     for i, row in enumerate(rows):
         if row.is_running:
             record.extend(i, row.tokens[-1:])

@@ -35,6 +35,7 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     dialog_tokens,
     has_tags,
 )
+from llama.compiled import CompiledStep, compile_step
 from llama.decoding import FinishReason, Row, Sampling
 from llama.errors import checked_ids, checked_list, checked_path, checked_whole, require
 from llama.loading import load_model, load_tokenizer
@@ -102,6 +103,7 @@ class Llama:
         prefill_chunk: int | None = None,
         kv_cache_dtype: str | torch.dtype | None = None,
         quantize: str | None = None,
+        compile: bool = False,
         timeout_s: float = 600,
         check_ranks: bool = True,
         verbose: bool = True,
@@ -124,6 +126,7 @@ class Llama:
             kv_cache_dtype: float32, bfloat16, float16 or int8; None: as the weights.
             quantize: int8 (a scale for each output) or int4 (for each group of at most 128 inputs);
                 None: as the checkpoint is. On a CPU int8 rounds the activations too.
+            compile: make one graph of a decoding step, here and now, which takes a while.
             timeout_s: how long a rank waits for another one.
             check_ranks: compare the calls of the ranks, and the tokens that they draw, at the price
                 of one more small gather for each token.
@@ -149,6 +152,7 @@ class Llama:
                 **vars(args),
                 "kv_cache_dtype": kv_cache_dtype,
                 "quantize": quantize,
+                "compile": compile,
                 "seed": seed,
                 "check_ranks": check_ranks,
             },
@@ -156,11 +160,14 @@ class Llama:
         try:
             with ranks.waiting_to_load(runtime):
                 model = load_model(args, checkpoint, runtime, kv_cache_dtype, quantize)
+                step = (
+                    compile_step(model, verbose=verbose and runtime.rank == 0) if compile else None
+                )
             llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
         except BaseException:
             runtimes.teardown(runtime)
             raise
-        llama._runtime, llama._check_ranks = runtime, check_ranks
+        llama._runtime, llama._check_ranks, llama._step = runtime, check_ranks, step
         if runtime.rank == 0 and args.max_seq_len > (checkpoint.context or args.max_seq_len):
             warnings.warn(
                 f"max_seq_len {args.max_seq_len} is beyond the {checkpoint.context} positions that "
@@ -178,6 +185,7 @@ class Llama:
         self.tokenizer = tokenizer
         self._runtime: runtimes.Runtime | None = None
         self._check_ranks = False
+        self._step: CompiledStep | None = None  # of the loop; None: the model itself
         self._seed, self._replica = seed, replica
         self._generator = self._seeded(seed)
         self._record = CacheRecord()
@@ -208,6 +216,7 @@ class Llama:
             self._free()
 
     def _free(self) -> None:
+        self._step = None
         self.model = None  # type: ignore[assignment]  # what needs it asks _require_open first
         if self._runtime is not None:
             runtimes.teardown(self._runtime)
@@ -402,6 +411,7 @@ class Llama:
                 logprobs=logprobs,
                 score=score,
                 agree=agree,
+                step=self._step,
             )
             self._steps = cast(GeneratorType, steps)
             del steps  # `_turn` gives up the last reference, which ends it

@@ -42,33 +42,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor | nn.Module) -> torch.Tensor:
     trains = weight.requires_grad or x.requires_grad  # the operators below have no gradient
     if x.device.type != "cpu" or trains or not _HAS_ONEDNN or weight.numel() < SMALL:
         return F.linear(x, weight)
+    product = _traced_cpu_linear if torch.compiler.is_compiling() else _cpu_linear
+    return product(x, weight)
+
+
+def _cpu_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float32:
-        return onednn_linear(x, weight)
+        return _onednn_linear(x, weight)
     if x.dtype in _SLOW_DTYPES and x.numel() // x.shape[-1] >= 4:
-        tiles = [onednn_linear(x.float(), tile.float()) for tile in weight.split(TILE_ROWS)]
+        tiles = [_onednn_linear(x.float(), tile.float()) for tile in weight.split(TILE_ROWS)]
         return torch.cat(tiles, dim=-1).to(x.dtype)
     return F.linear(x, weight)
 
 
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x Wᵀ in float32 by oneDNN, which reads a plain weight as fast as one packed for it.
 
     At one row it is 1.2 times as fast as the BLAS that F.linear calls, at a few rows twice, at many
-    1.2 to 1.5 times. In a graph it is an operator of our own, since Inductor takes oneDNN's for
-    constants only.
+    1.2 to 1.5 times.
     """
-    product = _traced_linear if torch.compiler.is_compiling() else _onednn_linear
-    return product(x, weight)
-
-
-def _onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-_traced_linear = torch.library.custom_op("llama::onednn_linear", _onednn_linear, mutates_args=())
+# One operator in a graph: Inductor takes oneDNN's for constants only, and the number of rows, which
+# decides here, may be a symbol there.
+_traced_cpu_linear = torch.library.custom_op("llama::cpu_linear", _cpu_linear, mutates_args=())
 
 
-@_traced_linear.register_fake
+@_traced_cpu_linear.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

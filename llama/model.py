@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llama import kv_cache
-from llama.errors import require
+from llama.errors import LlamaError, require
 from llama.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 
@@ -414,11 +414,11 @@ class Transformer(nn.Module):
 
     def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
         args = self.params
-        require(
-            bsz <= args.max_batch_size,
-            f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
-            "pass fewer, or build with a larger max_batch_size",
-        )
+        if bsz > args.max_batch_size:  # no `require`, whose message would make bsz a constant
+            raise LlamaError(
+                f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
+                "pass fewer, or build with a larger max_batch_size"
+            )
         if isinstance(start_pos, torch.Tensor):
             return
         end = start_pos + seqlen

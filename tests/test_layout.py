@@ -19,7 +19,7 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glo
 # Each module may import those before it, and no other of the package.
 LAYERS = [
     *["errors", "files", "kv_cache", "layers", "tokenizer", "sampling", "runtime", "terminal"],
-    *["model", "chat", "text", "prefix", "config", "quantize"],
+    *["model", "chat", "text", "prefix", "config", "quantize", "compiled"],
     *["checkpoint", "memory", "convert", "cache_file", "decoding", "ranks", "loading"],
     *["generation", "__init__", "__main__"],
 ]

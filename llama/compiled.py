@@ -1,0 +1,91 @@
+"""The decoding step as one compiled graph: `build(compile=True)`.
+
+A graph is made for each bucket of cache lengths, once for one row and once for any number of them,
+and all of them before the first call: lengths and batches that vary recompile nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from llama.errors import LlamaError
+from llama.model import Transformer
+
+SHORTEST = 512  # slots in the first bucket; each one has twice as many as the one before
+
+
+class CompiledStep:
+    """`model(tokens, positions, kv_len=..., only_last=True)` for one new token in each row."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.max_batch_size = model.params.max_batch_size
+        self.buckets = bucket_lengths(model.params.n_slots)
+        mode = "reduce-overhead" if model.rope_freqs.device.type == "cuda" else None
+        self._compiled = torch.compile(model, fullgraph=True, mode=mode)
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
+    ) -> torch.Tensor:
+        kv_len = next(length for length in self.buckets if length >= kv_len)
+        if len(tokens) > 1:
+            for tensor in (tokens, positions):
+                torch._dynamo.mark_dynamic(tensor, 0, min=2, max=self.max_batch_size)
+        return self._compiled(tokens, positions, kv_len=kv_len, only_last=only_last)
+
+
+def bucket_lengths(n_slots: int) -> list[int]:
+    """How many slots attention reads in each graph.
+
+    >>> bucket_lengths(1300)
+    [512, 1024, 1300]
+    """
+    lengths = [SHORTEST << i for i in range(n_slots.bit_length())]
+    return [length for length in lengths if length < n_slots] + [n_slots]
+
+
+def compile_step(model: Transformer, *, verbose: bool) -> CompiledStep:
+    """Compile all graphs. The cache is empty afterwards."""
+    require_compiler(model.rope_freqs.device)
+    start, step, device = time.monotonic(), CompiledStep(model), model.rope_freqs.device
+    sizes = sorted({1, min(2, model.params.max_batch_size), model.params.max_batch_size})
+    limit = max(torch._dynamo.config.recompile_limit, len(sizes) * len(step.buckets))
+    # An integer that changes would become a symbol, and the lengths of a bucket are constants.
+    settings = torch._dynamo.config.patch(recompile_limit=limit, automatic_dynamic_shapes=False)
+    try:
+        with settings, torch.inference_mode():
+            for kv_len in step.buckets:
+                for bsz in sizes:
+                    tokens = torch.zeros(bsz, dtype=torch.int64, device=device)
+                    step(tokens[:, None], tokens.clone(), kv_len=kv_len, only_last=True)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise LlamaError(
+            f"compile=True, and the compiler for {device} failed ({error.inner_exception}): "
+            "repair it, or leave compile out"
+        ) from error
+    for attention in model.attentions:
+        attention.clear_cache()
+    if verbose:
+        print(f"Compiled the decoding step in {time.monotonic() - start:.2f} seconds")
+    return step
+
+
+def require_compiler(device: torch.device) -> None:
+    """Refuse a device for which nothing that Inductor needs is installed."""
+    found, needed = device.type == "cpu", "a C++ compiler, such as g++"
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except (exc.InvalidCxxCompiler, OSError):
+            found = False
+    elif device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        found, needed = has_triton(), "triton"
+    else:
+        needed = "a CPU or a CUDA device"
+    if not found:
+        raise LlamaError(f"compile=True on {device} needs {needed}: install it, or leave it out")
