@@ -32,9 +32,9 @@ def checked_list(values: Iterable[Any], name: str) -> list[Any]:
 
 
 def whole(value: Any) -> int | None:
-    """`value` as an int, if it is a whole number of whatever type."""
+    """`value` as an int, if it is a whole number of whatever type; a truth value is none."""
     try:
-        return operator.index(value)
+        return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
 

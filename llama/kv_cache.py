@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from llama.errors import require
+from llama.errors import require, whole
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -119,11 +119,11 @@ def quantize(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, t
 def check_window(max_seq_len: int, window: int | None, chunk: int | None) -> None:
     """Refuse what makes no ring."""
     require(
-        window is None or (isinstance(window, int) and window >= 1),
+        window is None or (whole(window) or 0) >= 1,
         f"sliding_window {window!r}: it must be a whole number above 0, or None for full attention",
     )
     require(
-        chunk is None or (isinstance(chunk, int) and 1 <= chunk <= max_seq_len),
+        chunk is None or 1 <= (whole(chunk) or 0) <= max_seq_len,
         f"prefill_chunk {chunk!r}: it must be a whole number from 1 to max_seq_len "
         f"({max_seq_len}), or None to read a prompt in one piece",
     )

@@ -187,6 +187,8 @@ BAD_BUILDS: list[tuple[str, Callable[[], object]]] = [
     (r"backslash", lambda: Llama.build(None, " --tokenizer_path")),
     (r"max_seq_len 0", lambda: Llama.build(max_seq_len=0)),
     (r"max_batch_size '4'", lambda: Llama.build(max_batch_size="4")),
+    (r"sliding_window True", lambda: Llama.build(sliding_window=True)),
+    (r"prefill_chunk 1.5", lambda: Llama.build(prefill_chunk=1.5)),
     (r"model_parallel_size 3", lambda: Llama.build(model_parallel_size=3)),
     (r"'int3' is unknown", lambda: Llama.build(dtype="int3")),
     (r"'abacus' is unknown", lambda: Llama.build(device="abacus")),
