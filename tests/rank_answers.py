@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -80,6 +81,15 @@ def compiles_whole(llama: Llama) -> bool:
         return torch.equal(whole(tokens, 0), llama.model(tokens, 0))
 
 
+def sentence(call: Callable[..., object], *arguments: object, **options: object) -> str:
+    """What a call is refused with."""
+    try:
+        call(*arguments, **options)
+    except LlamaError as error:
+        return str(error)
+    return "not refused"
+
+
 def main(folder: str) -> None:
     with Llama.build(max_batch_size=4, dtype="float32", timeout_s=60) as llama:
         found = answers(llama) | many(llama)
@@ -92,10 +102,9 @@ def main(folder: str) -> None:
             found["replicas"] = many(llama)
             sampled = [llama.text_completion(["Tom"] * 4, seed=5, max_gen_len=8) for _ in range(2)]
             found["replicas sampled"] = sampled
-            try:
-                llama.text_completion([f"I am in copy {rank // 2}"])
-            except LlamaError as error:
-                found["replicas differ"] = str(error)
+            prompts = [f"I am in copy {rank // 2}"]
+            found["replicas differ"] = sentence(llama.text_completion, prompts)
+        found["no divisor"] = sentence(Llama.build, model_parallel_size=3)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} is done")
 

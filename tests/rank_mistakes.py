@@ -8,7 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from llama import Llama, LlamaError
+from rank_answers import sentence
+
+from llama import Llama
 from llama.ranks import read_on_rank_0
 
 RANK = int(os.environ["RANK"])
@@ -16,14 +18,6 @@ RANK = int(os.environ["RANK"])
 
 def build(**arguments: object) -> Llama:
     return Llama.build(dtype="float32", verbose=False, timeout_s=20, **arguments)
-
-
-def sentence(do: object, *arguments: object, **options: object) -> str:
-    try:
-        do(*arguments, **options)
-    except LlamaError as error:
-        return str(error)
-    return "no error"
 
 
 def main(folder: str, other_shape: str, other_weights: str, one_kv_head: str) -> None:

@@ -111,6 +111,11 @@ def test_copies_of_the_model_that_are_given_different_prompts_say_so(on_ranks: O
         )
 
 
+def test_copies_must_have_equally_many_ranks(on_ranks: OnRanks) -> None:
+    for found in on_ranks(4):
+        assert found["no divisor"].startswith("model_parallel_size 3 does not divide the 4 proc")
+
+
 def test_a_chat_is_read_on_rank_0_and_ends_with_its_input_on_all() -> None:
     script = "example_chat_completion.py", "--interactive", "--temperature", "0"
     lines = "Tell me a story about a dog.\nHello!\nTell me a story about a bird.\n"
