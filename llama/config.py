@@ -48,6 +48,7 @@ _SCALED_ROPE = {
 _SCALED_ROPE_FACTORS: dict[Any, float] = {(2048, 16): 32.0, (3072, 28): 32.0}
 _ROPE_SCALINGS = {"linear": ("factor",), "llama3": tuple(_SCALED_ROPE)}
 _CALLERS = ("max_batch_size", "max_seq_len", "prefill_chunk")  # not the checkpoint's to choose
+_TOO_LARGE = 2**53  # a float is exact for every smaller whole number
 CONTEXT = 4096  # Llama 2's, whose params.json does not say it
 
 
@@ -55,6 +56,7 @@ class Config(NamedTuple):
     params: dict[str, Any]  # fields of ModelArgs
     context: int | None  # how many positions the model was trained on, if it says so
     tied: bool  # the output layer is the embedding
+    vocab_size: int | None = None  # where it has to be what the embedding has
 
 
 def read_params(file: Path) -> Config:
@@ -74,8 +76,9 @@ def read_params(file: Path) -> Config:
 def read_config(file: Path) -> Config:
     """Hugging Face's config.json."""
     found = read_json(file)
-    # Two dialects: `rope_theta` beside `rope_scaling`, or both of them in `rope_parameters`.
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    # Two dialects: `rope_theta` beside `rope_scaling`, or both of them in `rope_parameters`. Where
+    # both are spoken, transformers listens to the first.
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     require(isinstance(rope, dict), f"{file}: the rope scaling is {rope!r}, and must be an object")
     found |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     for key, supported in _HF_SUPPORTED.items():
@@ -91,7 +94,9 @@ def read_config(file: Path) -> Config:
         require(key in params, f"{file} has no {_HF_KEYS[key]}: download it again")
     params |= {"head_dim": found.get("head_dim"), "rope_scaling": rope}
     context, tied = found.get("max_position_embeddings"), found.get("tie_word_embeddings")
-    return _checked(params, context, bool(tied), file)
+    vocab_size = found.get("vocab_size")
+    _require_number(vocab_size, "vocab_size", file, kinds=(int,))
+    return _checked(params, context, bool(tied), file)._replace(vocab_size=vocab_size)
 
 
 def _checked(params: dict[str, Any], context: Any, tied: bool, file: Path) -> Config:
@@ -144,9 +149,12 @@ def _rope_scaling(given: Any, context: int | None, file: Path) -> dict[str, Any]
 def _require_number(
     value: Any, name: str, file: Path, kinds: tuple[type[int] | type[float], ...] = (int, float)
 ) -> None:
+    # `json` reads true as an int, too, and Infinity, and numbers of any length.
+    known = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < _TOO_LARGE
+    whole = "whole " * (kinds == (int,))
     require(
-        value is None or (isinstance(value, kinds) and value > 0),
-        f"{file}: {name} is {value!r}, and must be a {'whole ' * (kinds == (int,))}number above 0",
+        value is None or known,
+        f"{file}: {name} is {value!r:.40}, and must be a {whole}number above 0 and below 2**53",
     )
 
 

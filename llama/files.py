@@ -81,7 +81,21 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise LlamaError(
             f"{path} holds {held:.80} and not tensors alone: save the state dict alone"
         )
+    for name, tensor in found.items():
+        fault = _fault_of_tensor(name, tensor)
+        require(fault is None, f"{path}: {name!r:.80} {fault}")
     return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _fault_of_tensor(name: object, tensor: torch.Tensor) -> str | None:
+    if not isinstance(name, str):
+        return "is no parameter's name: save the state dict alone"
+    if tensor.is_meta:
+        return "has no values, only a shape: save the model after its weights are loaded"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"is a {kind} tensor: save it dense"
+    return None
 
 
 def _fault(path: Path, error: Exception) -> str:
