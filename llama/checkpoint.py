@@ -52,6 +52,11 @@ _COMPUTED = re.compile(r"rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but n
 # What `convert --quantize` writes: its kind, and for which of how many ranks a file is.
 _QUANTIZED = re.compile(r"quantized\.(\w+)\.(\d\d)-of-(\d\d)\.safetensors")
 _META_SHARD = re.compile(r"consolidated\.\d\d\.(pth|safetensors)")
+# Any file with weights, or that says which has which.
+WEIGHT_FILE = re.compile(
+    rf"{_META_SHARD.pattern}|{_QUANTIZED.pattern}"
+    r"|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -224,7 +229,8 @@ def _index(box: list[range], outer: list[range]) -> tuple[slice, ...]:
 def open_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     """Recognise a folder by what is in it, and check it against what it says of itself.
 
-    Reads JSON and the headers of the weight files; of the weights, at most the norms.
+    Reads JSON and the headers of the weight files; of the weights, the norms, and an output layer
+    that is stored though it is said to be tied.
 
     Raises:
         LlamaError: the folder holds no checkpoint, or not one whole and consistent checkpoint.
@@ -295,6 +301,13 @@ def _open_hf(path: Path) -> Checkpoint:
     named = parameters(ModelArgs(**config.params))
     ours = {parameter.hf_name: name for name, parameter in named.items()}
     parts = {ours.get(name, name): part for name, part in by_hf_name.items()}
+    require(
+        config.vocab_size in (None, vocab_size),
+        f"{path / 'config.json'}: vocab_size is {config.vocab_size}, and the embedding has "
+        f"{vocab_size} rows: download both again, or set vocab_size to {vocab_size}",
+    )
+    if config.tied and OUTPUT in parts and not equal(parts[OUTPUT][0][0], parts[EMBEDDING][0][0]):
+        config = config._replace(tied=False)  # transformers too goes by what is stored
     if config.tied:
         parts[OUTPUT] = parts[EMBEDDING]
     return Checkpoint(path, "hf", files, config, vocab_size, parts)
@@ -329,10 +342,16 @@ def _map_all(files: list[Path]) -> dict[str, list[Part]]:
     return parts
 
 
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """`torch.equal`, which takes no two dtypes."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
 def _embedding_shape(parts: dict[str, list[Part]], name: str, path: Path) -> tuple[int, int]:
     require(name in parts, f"{name} is missing from {path}: download its files again")
     tensor, file = parts[name][0]
     require(tensor.ndim == 2, f"{file}: {name} has {tensor.ndim} dimensions, and must have 2")
+    require(tensor.numel() > 0, f"{file}: {name} is empty: download it again")
     return tensor.shape[0], tensor.shape[1]
 
 
@@ -392,10 +411,24 @@ def _misfits(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Iterator[s
             yield f"{file}: {shown} is {tensor.dtype}, not {first.dtype} {mixed}"
         elif shape != needed:
             shards = f" in each of {n_parts} shards" * (n_parts > 1)
+            shards += _missing_shards(checkpoint, name, tensor)
             yield f"{file}: {shown} has the shape {shape}, and the model needs {needed}{shards}"
         # The norms of Llama 3's shards do differ, but only in the third digit.
-        elif axis is None and not torch.allclose(tensor.float(), first.float(), 0.01, 0.01):
+        elif axis is None and not torch.allclose(
+            tensor.float(), first.float(), 0.01, 0.01, equal_nan=True
+        ):
             yield f"{file}: {shown} has not the values {mixed}"
+
+
+def _missing_shards(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> str:
+    """A hint, if a shard has its part for more shards than there are."""
+    axis, whole = checkpoint.stored_axis(name), checkpoint.parameters[name].shape
+    if checkpoint.format != "meta" or axis is None or tensor.ndim != len(whole):
+        return ""
+    shards, rest = divmod(whole[axis], max(tensor.shape[axis], 1))
+    missing = shards - len(checkpoint.files)
+    few = rest == 0 and missing > 0
+    return f": it is one of {shards} shards, of which {missing} may be missing" if few else ""
 
 
 def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:

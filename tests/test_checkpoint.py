@@ -112,6 +112,17 @@ def test_both_dialects_of_rope_scaling_are_understood(
     assert (params["rope_theta"], params.get("rope_scaling", {})) == (5e5, scaling)
 
 
+def test_of_two_rope_scalings_the_one_counts_that_transformers_takes(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    hf_model().config.save_pretrained(tmp_path)
+    both = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "factor": 4.0}
+    rewrite(tmp_path / "config.json", rope_parameters=both[0], rope_scaling=both[1])
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    params = ModelArgs(**read_config(tmp_path / "config.json").params, vocab_size=1)
+    assert theirs == {**params.rope_scaling, "rope_theta": params.rope_theta}
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
@@ -335,7 +346,8 @@ HTML = b"<!DOCTYPE html>\n<html><body>Access denied</body></html>"
         (
             lambda f: (f / "consolidated.03.pth").unlink(),
             r"consolidated.00.pth: tok_embeddings.weight has the shape \[1024, 16\], "
-            r"and the model needs \[1024, 21\] in each of 3 shards",
+            r"and the model needs \[1024, 21\] in each of 3 shards: "
+            r"it is one of 4 shards, of which 1 may be missing",
         ),
         (
             edit(1, lambda s: s.update(split(weights(seed=1), 4)[1])),
@@ -492,6 +504,63 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     assert not trace.exists()
     torch.load(file, weights_only=False)  # so that the test could have failed
     assert trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (0, torch.ones(1), r"0 is no parameter's name"),
+        (W1, torch.ones(2, 2).to_sparse(), rf"{W1}' is a sparse_coo tensor"),
+        (W1, torch.empty(2, 2, device="meta"), rf"{W1}' has no values"),
+        (W1, torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), rf"{W1}' is a nested "),
+        ("tok_embeddings.weight", torch.ones(0, 64), r"tok_embeddings.weight is empty"),
+        ("output.weight", torch.ones(0, 64), r"output.weight has the shape \[0, 64\]"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_refused_by_name(
+    name: Any, tensor: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    folder = write_meta(tmp_path / "m")
+    edit(0, lambda s: s.update({name: tensor}))(folder)
+    with pytest.raises(LlamaError, match=said):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dim", 10**400),
+        ("n_layers", True),
+        ("ffn_dim_multiplier", float("inf")),
+        ("ffn_dim_multiplier", 1e308),
+        ("rope_theta", float("inf")),
+        ("norm_eps", float("nan")),
+        ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}),
+    ],
+)
+def test_a_number_that_no_model_has_is_refused_by_name(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    folder = write_meta(tmp_path / "m", **{key: value})
+    name = "factor of the rope scaling" if key == "rope_scaling" else key
+    with pytest.raises(LlamaError, match=rf"{name} is .*, and must be a .*above 0 and below 2"):
+        open_checkpoint(folder)
+
+
+def test_equal_norms_that_are_no_numbers_are_not_taken_for_two_checkpoints(tmp_path: Path) -> None:
+    state = weights()
+    state["norm.weight"][:] = torch.nan
+    for shards in (1, 2):
+        open_checkpoint(write_meta(tmp_path / str(shards), state, shards=shards))
+
+
+def test_a_vocab_size_that_the_embedding_has_not_is_refused(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    rewrite(folder / "config.json", vocab_size=VOCAB - 1)
+    with pytest.raises(LlamaError, match=r"vocab_size is 1023, and the embedding has 1024 rows"):
+        open_checkpoint(folder)
 
 
 def test_a_place_without_a_checkpoint_is_said_to_have_none(tmp_path: Path) -> None:
