@@ -61,7 +61,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     """Run a command; a mistake is one line on standard error and the exit status 1."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, lambda n, _: sys.exit(128 + n))  # so that half a file is removed
     try:
         run(COMMANDS, name="python -m llama")
     except LlamaError as error:

@@ -22,7 +22,9 @@ from llama.checkpoint import (
     DTYPES,
     EMBEDDING,
     OUTPUT,
+    WEIGHT_FILE,
     Checkpoint,
+    equal,
     open_checkpoint,
     permute_heads,
     progress_bar,
@@ -42,6 +44,16 @@ _COMPANIONS = [
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
+]
+# What else a downloaded folder may hold, and --force may remove.
+_PAPERS = [
+    "checklist.chk",
+    "chat_template.jinja",
+    "README.md",
+    "LICENSE",
+    "LICENSE.txt",
+    "USE_POLICY.md",
+    ".gitattributes",
 ]
 
 
@@ -69,12 +81,14 @@ def convert(
             there are shards.
         force: replace a checkpoint that is in DST, all of the folder.
     """
-    require(to in _WRITERS, f"--to {to!r}: it must be one of {', '.join(_WRITERS)}")
+    # Lists, since what was passed may have no hash.
+    require(to in list(_WRITERS), f"--to {to!r}: it must be one of {', '.join(_WRITERS)}")
     require(isinstance(shards, int) and shards > 0, f"--shards {shards!r}: it must be 1 or more")
-    known = dtype is None or dtype in DTYPES
+    known = dtype is None or dtype in list(DTYPES)
     require(known, f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
     quant.check_kind(quantize)
     require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
+    require("\0" not in str(dst), f"{str(dst)!r} is no path: choose one without a zero byte")
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst)).resolve()
     require(
         checkpoint.quantized is None,
@@ -117,6 +131,19 @@ class _Job(NamedTuple):
     def dtype_of(self, name: str) -> torch.dtype:
         return self.dtype or self.checkpoint.parts[name][0].tensor.dtype
 
+    def read(self, name: str, rank: int = 0, ranks: int = 1, *, copy: bool = False) -> torch.Tensor:
+        """In the wanted dtype, whose range must hold what is stored."""
+        tensor = self.checkpoint.read(name, rank, ranks, dtype=self.dtype, copy=copy)
+        if self.dtype is not None and tensor.isinf().any():
+            stored = self.checkpoint.read(name, rank, ranks)
+            require(
+                not (tensor.isinf() & stored.isfinite()).any(),
+                f"{self.checkpoint.stored_name(name)} of {self.checkpoint.path} has values above "
+                f"{torch.finfo(self.dtype).max:g}, the largest in {str(self.dtype)[6:]}: "
+                "use --dtype bfloat16, or leave --dtype out",
+            )
+        return tensor
+
 
 def _write_meta(job: _Job, bar: tqdm) -> None:
     checkpoint, config = job.checkpoint, job.checkpoint.config
@@ -132,7 +159,7 @@ def _write_meta(job: _Job, bar: tqdm) -> None:
         shard = {}
         for name in checkpoint.parameters:
             # A copy, since torch.save would write all of the file that a view belongs to.
-            shard[name] = checkpoint.read(name, rank, job.shards, dtype=job.dtype, copy=True)
+            shard[name] = job.read(name, rank, job.shards, copy=True)
             bar.update(shard[name].nbytes)
         torch.save(shard, job.folder / f"consolidated.{rank:02d}.pth")
 
@@ -144,7 +171,7 @@ def _write_quantized(job: _Job, kind: str, rank: int, bar: tqdm) -> None:
             parts = job.checkpoint.read_quantized(name, kind, rank, job.shards)
             named = {f"{name}.{part}": t for part, t in zip(quant.PARTS, parts, strict=True)}
         else:
-            named = {name: job.checkpoint.read(name, dtype=job.dtype, copy=True)}
+            named = {name: job.read(name, copy=True)}
         shard |= {name: tensor.contiguous() for name, tensor in named.items()}
         bar.update(sum(tensor.nbytes for tensor in named.values()))
     file = job.folder / f"quantized.{kind}.{rank:02d}-of-{job.shards:02d}.safetensors"
@@ -154,10 +181,9 @@ def _write_quantized(job: _Job, kind: str, rank: int, bar: tqdm) -> None:
 
 def _write_hf(job: _Job, bar: tqdm) -> None:
     checkpoint = job.checkpoint
-    # Meta's layout has no word for a tied output layer: it is equal to the embedding.
-    tied = checkpoint.config.tied or torch.equal(
-        checkpoint.read(EMBEDDING), checkpoint.read(OUTPUT)
-    )
+    tied = checkpoint.config.tied
+    if checkpoint.format == "meta":  # which has no word for it: the two are equal
+        tied = equal(checkpoint.read(EMBEDDING), checkpoint.read(OUTPUT))
     names = [name for name in checkpoint.parameters if not (tied and name == OUTPUT)]
     n = job.shards
     require(n <= len(names), f"--shards {n}: there are {len(names)} tensors")
@@ -184,7 +210,7 @@ _WRITERS = {"meta": _write_meta, "hf": _write_hf}
 
 
 def _hf_tensor(job: _Job, name: str) -> torch.Tensor:
-    tensor = job.checkpoint.read(name, dtype=job.dtype)
+    tensor = job.read(name)
     if job.checkpoint.parameters[name].rotary:
         return permute_heads(tensor, job.checkpoint.args.head_dim // 2, 2).flatten(0, 2)
     return tensor
@@ -197,6 +223,7 @@ def _config(job: _Job, tied: bool) -> dict[str, Any]:
         return to_config(checkpoint.params, checkpoint.context, tied=tied, dtype=dtype)
     return read_json(checkpoint.path / "config.json") | {
         "vocab_size": checkpoint.vocab_size,
+        "tie_word_embeddings": tied,
         "dtype": dtype,
         "torch_dtype": dtype,  # the same, for transformers before 4.56
     }
@@ -219,9 +246,17 @@ def _require_replaceable(target: Path, src: Path, force: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     require(force, f"{target} exists: choose another folder, or replace it with --force")
+    held = sorted(target.iterdir()) if target.is_dir() else []
+    weights = [f for f in held if WEIGHT_FILE.fullmatch(f.name)]
     require(
-        target not in src.parents and any((target / f).is_file() for f in _FACTS),
-        f"{target} is more than a checkpoint's folder, and --force would remove it: "
+        bool(weights) and any((target / f).is_file() for f in _FACTS),
+        f"{target} is no checkpoint's folder, and --force would remove it: choose another folder",
+    )
+    known = [*weights, *(target / name for name in (*_FACTS, *_COMPANIONS, *_PAPERS))]
+    others = [f.name for f in held if f not in known or not f.is_file()]
+    require(
+        not others,
+        f"{target} is more than a checkpoint's folder, and --force would remove {others[:1]} too: "
         "choose another folder",
     )
 
@@ -238,7 +273,13 @@ def _require_disk(folder: Path, needed_bytes: int) -> None:
 def _swap_in(partial: Path, target: Path) -> None:
     """Rename, never write over: somebody may have the old files mapped."""
     old = partial.with_suffix(".old")
-    if target.exists():
+    replaced = target.exists()
+    if replaced:
         target.rename(old)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if replaced:
+            old.rename(target)
+        raise
     shutil.rmtree(old, ignore_errors=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from checkpoints import VOCAB, hf_logits, hf_model, split, tensors_of, weights, write_meta
 from conftest import ATOL
+from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError
 from llama import convert as converting
@@ -75,6 +78,29 @@ def test_hugging_face_to_meta_and_back_is_bit_equal_and_the_same_to_transformers
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto")
     assert again.dtype == torch.float32
     assert torch.equal(hf_logits(again, TOKENS), hf_logits(model, TOKENS))
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_what_is_stored_and_said_of_a_tied_output_layer_survives(
+    said: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf_model().save_pretrained(tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    state = load_file(file)
+    if not said:  # equal by chance, and both stored
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    (tmp_path / "a/config.json").write_text(json.dumps({**config, "tie_word_embeddings": said}))
+    convert(tmp_path / "a", tmp_path / "b", to="hf")
+    assert load_file(next((tmp_path / "b").glob("*.safetensors"))).keys() == state.keys()
+    checkpoint = open_checkpoint(tmp_path / "b")
+    assert not checkpoint.config.tied
+    assert torch.equal(checkpoint.read("output.weight"), state["lm_head.weight"])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert torch.equal(again.lm_head.weight, state["lm_head.weight"])
 
 
 def test_a_converted_meta_folder_gives_its_logits_in_transformers(
@@ -163,13 +189,50 @@ def test_a_folder_is_replaced_only_by_force_and_by_rename(tmp_path: Path) -> Non
 
 def test_force_removes_no_folder_that_is_more_than_a_checkpoint(tmp_path: Path) -> None:
     src = write_meta(tmp_path / "src")
-    with pytest.raises(LlamaError, match="is more than a checkpoint's folder"):
+    with pytest.raises(LlamaError, match="is no checkpoint's folder"):
         convert(src, tmp_path, to="hf", force=True)
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(LlamaError, match="is more than a checkpoint's folder"):
+    (tmp_path / "home" / "config.json").write_text("{}")
+    with pytest.raises(LlamaError, match="is no checkpoint's folder"):
         convert(src, tmp_path / "home", to="hf", force=True)
-    assert (tmp_path / "home" / "letter.txt").exists()
+    for name in ("letter.txt", "notes/today.txt"):
+        dst = write_meta(tmp_path / name.replace("/", "."))
+        (dst / name).parent.mkdir(exist_ok=True)
+        (dst / name).write_text("dear")
+        with pytest.raises(LlamaError, match=rf"would remove \['{name.split('/')[0]}'\] too"):
+            convert(src, dst, to="hf", force=True)
+        assert (dst / name).exists()
+
+
+def test_a_folder_that_could_not_be_replaced_is_back_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    src, dst = write_meta(tmp_path / "src"), write_meta(tmp_path / "dst", weights(seed=1))
+    before, rename = tensors_of(dst), Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.suffix == ".partial":
+            raise OSError("busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(LlamaError, match="nothing was changed"):
+        convert(src, dst, to="meta", force=True)
+    assert same(tensors_of(dst), before)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dst", "src"]
+
+
+@pytest.mark.parametrize("to", ["meta", "hf"])
+def test_a_value_beyond_the_range_of_the_dtype_is_refused_by_name(to: str, tmp_path: Path) -> None:
+    state = weights()
+    state["norm.weight"][0] = torch.inf  # as it is stored, and stays
+    src = write_meta(tmp_path / "a", state)
+    convert(src, tmp_path / "infinite", to=to, dtype="float16")
+    state["layers.1.attention.wq.weight"][0, 0] = 1e5
+    src = write_meta(tmp_path / "b", state)
+    with pytest.raises(LlamaError, match=r"layers.1.attention.wq.weight of .* above 65504, .*bfl"):
+        convert(src, tmp_path / "dst", to=to, dtype="float16")
+    convert(src, tmp_path / "dst", to=to, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("to", ["meta", "hf"])
@@ -234,12 +297,15 @@ def test_a_disk_that_fills_up_while_writing_leaves_no_half_checkpoint(
         ({"to": "meta", "shards": 0}, "--shards 0: it must be 1 or more"),
         ({"to": "hf", "shards": 50}, "--shards 50: there are 21 tensors"),
         ({"to": "hf", "dtype": "int8"}, "--dtype 'int8': it must be one of float32"),
+        ({"to": ["hf"]}, "--to ['hf']: it must be one of meta, hf"),
+        ({"to": "hf", "dtype": ["x"]}, "--dtype ['x']: it must be one of float32"),
+        ({"to": "hf", "dst": "a\0b"}, "'a\\x00b' is no path"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict, said: str, tmp_path: Path) -> None:
     src = write_meta(tmp_path / "src")
     with pytest.raises(LlamaError, match=re.escape(said)):
-        convert(src, tmp_path / "dst", **options)
+        convert(src, **{"dst": tmp_path / "dst", **options})
     assert [f.name for f in tmp_path.iterdir()] == ["src"]
 
 
@@ -267,6 +333,21 @@ def test_the_command_line_inspects_and_converts(tmp_path: Path) -> None:
     converted = python("-m", "llama", "convert", src, tmp_path / "dst", *options)
     assert (converted.returncode, converted.stdout, converted.stderr) == (0, "", "")
     assert open_checkpoint(tmp_path / "dst").read("output.weight").dtype == torch.float16
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_to_end_removes_what_is_half_written(
+    name: str, status: int, tmp_path: Path
+) -> None:
+    src = write_meta(tmp_path / "src")
+    ended = (
+        f"import signal, sys, torch; torch.save = lambda *_: signal.raise_signal(signal.{name});"
+        "sys.argv[0] = 'llama'; import llama.__main__ as command; command.main()"
+    )
+    done = python("-c", ended, "convert", src, tmp_path / "dst", "--to", "meta")
+    assert done.returncode == status
+    assert [f.name for f in tmp_path.iterdir()] == ["src"]
 
 
 def test_inspect_lists_every_problem_and_exits_with_1(tmp_path: Path) -> None:
