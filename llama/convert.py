@@ -94,7 +94,7 @@ def convert(
         checkpoint.quantized is None,
         f"{checkpoint.path} is quantized, and cannot be converted: convert what it was made of",
     )
-    _require_replaceable(target, checkpoint.path.resolve(), force)
+    _require_replaceable(target, force)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype], quantize)
     try:
@@ -242,7 +242,7 @@ def _copy_companions(src: Path, dst: Path) -> None:
                 break
 
 
-def _require_replaceable(target: Path, src: Path, force: bool) -> None:
+def _require_replaceable(target: Path, force: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     require(force, f"{target} exists: choose another folder, or replace it with --force")
@@ -253,10 +253,10 @@ def _require_replaceable(target: Path, src: Path, force: bool) -> None:
         f"{target} is no checkpoint's folder, and --force would remove it: choose another folder",
     )
     known = [*weights, *(target / name for name in (*_FACTS, *_COMPANIONS, *_PAPERS))]
-    others = [f.name for f in held if f not in known or not f.is_file()]
+    other = next((f.name for f in held if f not in known or not f.is_file()), None)
     require(
-        not others,
-        f"{target} is more than a checkpoint's folder, and --force would remove {others[:1]} too: "
+        other is None,
+        f"{target} is more than a checkpoint's folder, and --force would remove {other} too: "
         "choose another folder",
     )
 
@@ -273,13 +273,12 @@ def _require_disk(folder: Path, needed_bytes: int) -> None:
 def _swap_in(partial: Path, target: Path) -> None:
     """Rename, never write over: somebody may have the old files mapped."""
     old = partial.with_suffix(".old")
-    replaced = target.exists()
-    if replaced:
+    if target.exists():
         target.rename(old)
     try:
         partial.rename(target)
     except BaseException:
-        if replaced:
+        if old.exists():
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -199,7 +199,7 @@ def test_force_removes_no_folder_that_is_more_than_a_checkpoint(tmp_path: Path) 
         dst = write_meta(tmp_path / name.replace("/", "."))
         (dst / name).parent.mkdir(exist_ok=True)
         (dst / name).write_text("dear")
-        with pytest.raises(LlamaError, match=rf"would remove \['{name.split('/')[0]}'\] too"):
+        with pytest.raises(LlamaError, match=rf"would remove {name.split('/')[0]} too"):
             convert(src, dst, to="hf", force=True)
         assert (dst / name).exists()
 
