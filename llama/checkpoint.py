@@ -520,7 +520,10 @@ def load(
     with progress_bar(
         "loading", total, shown=progress and torch.distributed.get_rank() == 0
     ) as bar:
-        for name, parameter in list(model.named_parameters()):
+        named = list(model.named_parameters())
+        if kind is not None:  # the largest first, since each is there twice while it is quantized
+            named.sort(key=lambda item: -item[1].numel())
+        for name, parameter in named:
             module = model.get_submodule(name.removesuffix(".weight"))
             bar.update(parameter.numel() * dtype.itemsize)
             if kind is not None and parameter.ndim == 2:

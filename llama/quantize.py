@@ -12,7 +12,9 @@ weight is widened where it is used, which a compiler fuses with the product.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
@@ -30,6 +32,8 @@ PARTS = ("values", "scales")  # names in a file, behind the parameter's
 GROUPS = (128, 64, 32)  # the first that divides a row
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 TINY = 2.0**-100  # the least scale, of a row of zeros
+# glibc keeps what was freed while weights are made, in all as much as they; others have no need.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 # Without VNNI, sums of two products of 8 bits overflow: x gets 7.
 LEVELS = 127 if torch.cpu._is_vnni_supported() else 63
 
@@ -58,30 +62,33 @@ def group_size(in_features: int) -> int:
 
 def to_int8(weight: torch.Tensor) -> Parts:
     """weight (n, k) as values (n, k) and scales (n,)."""
-    values, scales = [], []
-    for tile in weight.split(TILE_ROWS):
-        wide = tile.float()
-        scale = (wide.abs().amax(1) / 127).clamp_min(TINY)
-        values.append((wide / scale[:, None]).round().to(torch.int8))
-        scales.append(scale)
-    return torch.cat(values), torch.cat(scales)
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    for i, tile in enumerate(weight.split(TILE_ROWS)):
+        wide, rows = tile.float(), slice(i * TILE_ROWS, i * TILE_ROWS + len(tile))
+        scales[rows] = (wide.abs().amax(1) / 127).clamp_min(TINY)
+        values[rows] = (wide / scales[rows, None]).round_()
+    return values, scales
 
 
 def to_int4(weight: torch.Tensor) -> Parts:
     """weight (n, k) as values (n, k / 2) and scales (k / group, n, 2)."""
-    group = group_size(weight.shape[1])
-    values, scales = [], []
-    for tile in weight.split(TILE_ROWS):
+    (n, k), device = weight.shape, weight.device
+    group = group_size(k)
+    values = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(k // group, n, 2, dtype=torch.bfloat16, device=device)
+    for i, tile in enumerate(weight.split(TILE_ROWS)):
         wide = tile.float().unflatten(1, (-1, group))
+        rows = slice(i * TILE_ROWS, i * TILE_ROWS + len(tile))
         low, high = wide.aminmax(dim=-1)
         # Codes are chosen for step and middle as they are stored, rounded.
         step = ((high - low) / 15).clamp_min(TINY).bfloat16()
         middle = (low + 8 * step.float()).bfloat16()
         codes = (wide - middle.float()[..., None]) / step.float()[..., None] + 8
-        codes = codes.round().clamp(0, 15).to(torch.uint8).flatten(1)
-        values.append(codes[:, ::2] | codes[:, 1::2] << 4)
-        scales.append(torch.stack((step, middle), dim=-1).transpose(0, 1))
-    return torch.cat(values), torch.cat(scales, dim=1)
+        codes = codes.round_().clamp_(0, 15).to(torch.uint8).flatten(1)
+        values[rows] = codes[:, ::2] | codes[:, 1::2] << 4
+        scales[:, rows] = torch.stack((step, middle), dim=-1).transpose(0, 1)
+    return values, scales
 
 
 def codes_of(values: torch.Tensor) -> torch.Tensor:
@@ -173,20 +180,23 @@ def packed_int8_linear(x: torch.Tensor, number: int, out_features: int) -> torch
     )
     rows = x.flatten(0, -2).float()
     scales = (rows.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY)
-    y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        rows / scales, 1.0, LEVELS + 1, Packed.alive[number].object
-    )
+    product = _traced_fbgemm if torch.compiler.is_compiling() else _fbgemm
+    y = product(rows / scales, number, out_features)
     return (y * scales).to(x.dtype).view(*x.shape[:-1], out_features)
 
 
-_traced_linear = torch.library.custom_op(
-    "llama::packed_int8_linear", packed_int8_linear, mutates_args=()
-)
+def _fbgemm(rows: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        rows, 1.0, LEVELS + 1, Packed.alive[number].object
+    )
 
 
-@_traced_linear.register_fake
-def _(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+_traced_fbgemm = torch.library.custom_op("llama::fbgemm", _fbgemm, mutates_args=())
+
+
+@_traced_fbgemm.register_fake
+def _(rows: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return rows.new_empty(len(rows), out_features)
 
 
 class QuantizedWeight(nn.Module):
@@ -204,8 +214,7 @@ class QuantizedWeight(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             return self.product(x, self.values, self.scales)
-        product = _traced_linear if torch.compiler.is_compiling() else self.product
-        return product(x, self.packed.number, self.packed.shape[0])
+        return self.product(x, self.packed.number, self.packed.shape[0])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:  # of an embedding, in its scales' dtype
         return F.embedding(ids, self.values) * self.scales[ids][..., None]
@@ -236,12 +245,15 @@ def install(layer: nn.Module, parts: Parts, device: torch.device, dtype: torch.d
     elif is_int8:
         weight = QuantizedWeight(int8_linear, (values, scales), None)
     elif on_cpu and len(values) % 32 == 0:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(values).int(), 1)
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # of codes in 32 bits: by tiles
+        packed = torch.cat([pack(codes_of(v).int(), 1) for v in values.split(TILE_ROWS)])
         weight = QuantizedWeight(packed_int4_linear, (packed, scales.contiguous()), None)
     else:
         weight = QuantizedWeight(int4_linear, (values, scales), None)
     del layer.weight
     layer.quantized = weight
+    if _trim is not None:
+        _trim(0)
 
 
 def weights(model: nn.Module) -> list[QuantizedWeight]:
