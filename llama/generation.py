@@ -6,14 +6,12 @@ on, and the text-level calls turn its tokens into text as they come.
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import GeneratorType
-from typing import TypedDict, cast
 
 import torch
 
@@ -36,38 +34,26 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     has_tags,
 )
 from llama.compiled import CompiledStep, compile_step
-from llama.decoding import FinishReason, Row, Sampling
+from llama.decoding import Row, Sampling
 from llama.errors import checked_ids, checked_list, checked_path, checked_whole, require
 from llama.loading import load_model, load_tokenizer
 from llama.memory import usage
 from llama.model import ModelArgs, Transformer
+from llama.predictions import (
+    ChatPrediction,
+    CompletionPrediction,
+    StreamResult,
+    prediction,
+    refusal,
+)
 from llama.prefix import CacheRecord
+from llama.requests import batch_rows, checked_limit, prompt_row
 from llama.sampling import checked_temperature, checked_top_p, make_generator, sample_top_p  # noqa: F401
 from llama.text import RowText, checked_stops
 from llama.tokenizer import Tokenizer
+from llama.turns import Turns
 
 STORIES = Path(__file__).parent / "stories"  # the checkpoint that ships with the package
-
-
-class Details(TypedDict, total=False):
-    """What a prediction has beside its text."""
-
-    finish_reason: FinishReason | None
-    tokens: list[str]  # with logprobs=True; they join to the generated text
-    logprobs: list[float]  # with logprobs=True; one for each of `tokens`
-
-
-class CompletionPrediction(Details, total=False):
-    generation: str
-
-
-class ChatPrediction(Details, total=False):
-    generation: Message
-
-
-class StreamResult(TypedDict):
-    finish_reasons: list[FinishReason | None]
-    logprobs: list[list[float]] | None
 
 
 class Llama:
@@ -189,9 +175,7 @@ class Llama:
         self._seed, self._replica = seed, replica
         self._generator = self._seeded(seed)
         self._record = CacheRecord()
-        self._lock = threading.Lock()
-        self._turn_of: int | None = None  # the thread that holds the lock
-        self._steps: GeneratorType | None = None  # the stream that holds it, if one does
+        self._turns = Turns()
 
     @property
     def rank(self) -> int:
@@ -208,8 +192,7 @@ class Llama:
         """Free the weights, the cache, and the groups that `build` made. May be called twice."""
         if self.model is None:
             return
-        if self._steps is not None and not self._steps.gi_running:
-            self._steps.close()  # a stream between two steps keeps its turn: end it
+        if self._turns.end_stream():
             self._free()
             return
         with self._turn():
@@ -262,7 +245,7 @@ class Llama:
 
         Returns the answers' ids, and their logprobs or None.
         """
-        rows, echo = self._rows(prompt_tokens, max_gen_len), bool(echo)
+        rows, echo = batch_rows(prompt_tokens, max_gen_len, self._args), bool(echo)
         how = self._sampling(temperature, top_p, seed)
         stop = self._stop_tokens(stop_tokens)
         for _ in self._decode(rows, how, stop, logprobs=logprobs, score=logprobs and echo):
@@ -286,7 +269,7 @@ class Llama:
         None stands for a row that has ended; EOS and stop tokens are not yielded. The iterator's
         return value tells why each row ended. Until it is exhausted or closed, other threads wait.
         """
-        rows = self._rows(prompt_tokens, max_gen_len)
+        rows = batch_rows(prompt_tokens, max_gen_len, self._args)
         how = self._sampling(temperature, top_p, seed)
         return self._stream(rows, how, self._stop_tokens(stop_tokens), logprobs)
 
@@ -304,14 +287,13 @@ class Llama:
     ) -> list[CompletionPrediction]:
         """Continue texts, any number of them, in batches of `max_batch_size`."""
         rows = [
-            self._row(f"prompt {i}", self.tokenizer.encode(prompt, bos=True), max_gen_len)
+            self._text_row(f"prompt {i}", prompt, max_gen_len)
             for i, prompt in enumerate(checked_list(prompts, "prompts"))
         ]
         require(len(rows) > 0, "there are no prompts: pass at least one text")
         how = self._sampling(temperature, top_p, seed)
         stop = checked_stops(stop)
-        texts = self._complete(rows, how, stop, logprobs=logprobs, echo=bool(echo))
-        return [{"generation": text, **details} for text, details in texts]
+        return self._complete(rows, how, stop, logprobs=logprobs, echo=bool(echo))
 
     def chat_completion(
         self,
@@ -330,7 +312,7 @@ class Llama:
         A dialog with a tag of the chat format in a message is answered with UNSAFE_ERROR, unless
         `allow_tags`.
         """
-        dialogs, max_gen_len = checked_list(dialogs, "dialogs"), _checked_limit(max_gen_len)
+        dialogs, max_gen_len = checked_list(dialogs, "dialogs"), checked_limit(max_gen_len)
         require(len(dialogs) > 0, "there are no dialogs: pass at least one list of messages")
         rows = {
             i: self._dialog_row(i, dialog, max_gen_len)
@@ -339,15 +321,12 @@ class Llama:
         }
         how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
         texts = self._complete(list(rows.values()), how, stop, logprobs=logprobs, echo=False)
-        refusal: Details = {"finish_reason": "stop"}
-        if logprobs:
-            refusal |= {"tokens": [], "logprobs": []}
-        answers = [(UNSAFE_ERROR, refusal) for _ in dialogs]
+        answers = [refusal(UNSAFE_ERROR, logprobs=logprobs) for _ in dialogs]
         for i, answer in zip(rows, texts, strict=True):
             answers[i] = answer
         return [
-            {"generation": {"role": "assistant", "content": content}, **details}
-            for content, details in answers
+            {**answer, "generation": {"role": "assistant", "content": answer["generation"]}}
+            for answer in answers
         ]
 
     def stream_text(
@@ -364,7 +343,7 @@ class Llama:
 
         The pieces join to the generated text; the iterator's return value is the prediction.
         """
-        row = self._row("the prompt", self.tokenizer.encode(prompt, bos=True), max_gen_len)
+        row = self._text_row("the prompt", prompt, max_gen_len)
         return self._stream_row(row, self._sampling(temperature, top_p, seed), checked_stops(stop))
 
     def stream_chat(
@@ -380,7 +359,7 @@ class Llama:
     ) -> Generator[str, None, CompletionPrediction]:
         """As `chat_completion` for one dialog, in pieces, each as soon as it is certain."""
         how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
-        max_gen_len = _checked_limit(max_gen_len)
+        max_gen_len = checked_limit(max_gen_len)
         if not _is_safe(dialog, 0, allow_tags):
             return _stream_refusal()
         return self._stream_row(self._dialog_row(0, dialog, max_gen_len), how, stop)
@@ -401,23 +380,20 @@ class Llama:
             if self._check_ranks and runtime is not None and runtime.model_parallel_size > 1:
                 ranks.check_call(rows, how, logprobs=logprobs, score=score, stop_tokens=stop_tokens)
                 agree = ranks.check_tokens
-            steps = decoding.decode(
-                self.model,
-                self._record,
-                rows,
-                how,
-                n_words=self.tokenizer.n_words,
-                stop_tokens=stop_tokens,
-                logprobs=logprobs,
-                score=score,
-                agree=agree,
-                step=self._step,
+            yield from self._turns.stream(
+                decoding.decode(
+                    self.model,
+                    self._record,
+                    rows,
+                    how,
+                    n_words=self.tokenizer.n_words,
+                    stop_tokens=stop_tokens,
+                    logprobs=logprobs,
+                    score=score,
+                    agree=agree,
+                    step=self._step,
+                )
             )
-            self._steps = cast(GeneratorType, steps)
-            del steps  # `_turn` gives up the last reference, which ends it
-            for step in self._steps:
-                yield step
-                self._turn_of = threading.get_ident()  # another thread may have gone on with it
             self._require_open()  # and not at its end because `close` ended it
 
     def _decode_text(
@@ -443,19 +419,16 @@ class Llama:
 
     def _complete(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
-    ) -> list[tuple[str, Details]]:
-        """The text of each of any number of rows, and the other keys of its prediction."""
-
-        def answer(rows: Sequence[Row]) -> list[tuple[str, Details]]:
-            return self._answer(rows, how, stop, logprobs=logprobs, echo=echo)
-
+    ) -> list[CompletionPrediction]:
+        """Continue any number of rows, on this copy of the model or on all of them."""
+        answer = functools.partial(self._answer, how=how, stop=stop, logprobs=logprobs, echo=echo)
         if self._runtime is None or self._runtime.replicas == 1:
             return answer(rows)
         return ranks.share(self._runtime, rows, how, answer)
 
     def _answer(
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
-    ) -> list[tuple[str, Details]]:
+    ) -> list[CompletionPrediction]:
         """As `_complete`, on this copy of the model."""
         texts = [RowText(self.tokenizer, stop, row.prompt * echo) for row in rows]
         size = self._args.max_batch_size
@@ -463,10 +436,8 @@ class Llama:
             batch = rows[i : i + size], texts[i : i + size]
             for _ in self._decode_text(*batch, how, logprobs=logprobs, score=logprobs and echo):
                 pass
-        return [
-            (text.text, _details(row, text, logprobs, echo))
-            for row, text in zip(rows, texts, strict=True)
-        ]
+        pairs = zip(rows, texts, strict=True)
+        return [prediction(row, text, logprobs=logprobs, echo=echo) for row, text in pairs]
 
     def _stream(
         self, rows: Sequence[Row], how: Sampling, stop_tokens: frozenset[int], logprobs: bool
@@ -484,7 +455,7 @@ class Llama:
         for (piece,) in self._decode_text([row], [text], how, logprobs=False, score=False):
             if piece:
                 yield piece
-        return {"generation": text.text, **_details(row, text, logprobs=False, echo=False)}
+        return prediction(row, text)
 
     # What a call asks for, checked.
 
@@ -501,43 +472,13 @@ class Llama:
         self._require_open()
         return self.model.rope_freqs.device
 
-    def _rows(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[Row]:
-        prompts = [
-            checked_list(ids, f"prompt {i}")
-            for i, ids in enumerate(checked_list(prompts, "prompt_tokens"))
-        ]
-        most = self._args.max_batch_size
-        require(len(prompts) > 0, "there are no prompts: pass at least one list of token ids")
-        require(
-            len(prompts) <= most,
-            f"{len(prompts)} prompts, and max_batch_size is {most}: "
-            "pass fewer at a time, or build with a larger max_batch_size",
-        )
-        return [self._row(f"prompt {i}", ids, max_gen_len) for i, ids in enumerate(prompts)]
+    def _text_row(self, name: str, text: str, max_gen_len: int | None) -> Row:
+        ids = self.tokenizer.encode(text, bos=True)
+        return prompt_row(name, ids, max_gen_len, self._args)
 
     def _dialog_row(self, i: int, dialog: Dialog, max_gen_len: int | None) -> Row:
-        return self._row(f"dialog {i}", dialog_tokens(self.tokenizer, dialog), max_gen_len)
-
-    def _row(self, name: str, ids: Sequence[int], max_gen_len: int | None) -> Row:
-        args = self._args
-        prompt = checked_ids(ids, name, args.vocab_size)
-        require(len(prompt) > 0, f"{name} is empty: it needs at least one token, such as BOS")
-        max_gen_len = _checked_limit(max_gen_len)
-        if args.longest_chunk > 0:  # the ring may turn: there is no bound
-            return Row(prompt, args.max_seq_len if max_gen_len is None else max_gen_len)
-        room = args.max_seq_len - len(prompt)
-        require(
-            room >= 0,
-            f"{name} has {len(prompt)} tokens, and max_seq_len is {args.max_seq_len}: "
-            "shorten it, or build with a larger max_seq_len",
-        )
-        require(
-            args.sliding_window is None or (max_gen_len or 0) <= room,
-            f"{name} has {len(prompt)} tokens and max_gen_len is {max_gen_len}, and a window of "
-            f"{args.sliding_window} does not slide in a max_seq_len of {args.max_seq_len}: "
-            "build with a larger max_seq_len, or a smaller sliding_window",
-        )
-        return Row(prompt, room if max_gen_len is None else min(max_gen_len, room))
+        ids = dialog_tokens(self.tokenizer, dialog)
+        return prompt_row(f"dialog {i}", ids, max_gen_len, self._args)
 
     def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
         temperature, top_p = checked_temperature(temperature), checked_top_p(top_p)
@@ -557,33 +498,19 @@ class Llama:
         }
 
     @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._turns.turn():
+            self._require_open()
+            yield
+
+    @contextmanager
     def _cache_turn(self) -> Iterator[None]:
         with self._turn(), self._record.watch(self.model):
             yield
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One call at a time uses the model and its cache."""
-        thread = threading.get_ident()
-        require(
-            self._turn_of != thread,
-            "a stream of this instance is still open in this thread: exhaust it, or close() it",
-        )
-        with self._lock:
-            self._require_open()
-            self._turn_of = thread
-            try:
-                yield
-            finally:
-                self._turn_of = self._steps = None
-
 
 def _size(size: int | None, name: str, default: int) -> int:
     return default if size is None else checked_whole(size, name, 1)
-
-
-def _checked_limit(max_gen_len: int | None) -> int | None:
-    return None if max_gen_len is None else checked_whole(max_gen_len, "max_gen_len")
 
 
 def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:
@@ -598,15 +525,6 @@ def _end_stopped(rows: Sequence[Row], texts: Sequence[RowText]) -> None:
             row.finish_reason = "stop"
 
 
-def _details(row: Row, text: RowText, logprobs: bool, echo: bool) -> Details:
-    """The keys of a prediction beside its text."""
-    details: Details = {"finish_reason": row.finish_reason}
-    if logprobs:
-        pieces = text.pieces
-        details |= {"tokens": pieces, "logprobs": row.all_logprobs(echo)[: len(pieces)]}
-    return details
-
-
 def _stream_refusal() -> Generator[str, None, CompletionPrediction]:
     yield UNSAFE_ERROR
-    return {"generation": UNSAFE_ERROR, "finish_reason": "stop"}
+    return refusal(UNSAFE_ERROR)

@@ -21,6 +21,7 @@ LAYERS = [
     *["errors", "files", "kv_cache", "layers", "tokenizer", "sampling", "runtime", "terminal"],
     *["model", "chat", "text", "prefix", "config", "quantize", "compiled"],
     *["checkpoint", "memory", "convert", "cache_file", "decoding", "ranks", "loading"],
+    *["predictions", "requests", "turns"],
     *["generation", "__init__", "__main__"],
 ]
 
