@@ -41,11 +41,13 @@ class Ours:
         self.step = compile_step(self.model, verbose=False) if case["compile"] else None
         self.how = decoding.Sampling(0, 1, make_generator(setup.device, 0))
 
-    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[None]:
+    def run(
+        self, prompts: list[list[int]], gen_len: int, record: CacheRecord | None = None
+    ) -> Iterator[None]:
         rows = [decoding.Row(prompt, gen_len) for prompt in prompts]
         steps = decoding.decode(
             self.model,
-            CacheRecord(),
+            CacheRecord() if record is None else record,
             rows,
             self.how,
             n_words=self.model.vocab_size,

@@ -5,19 +5,22 @@ python benchmarks/speed.py --shape 110m --batch 8 --peers transformers
 python benchmarks/speed.py --shape 1b --prompt_len 8,400 --peers transformers       (a ragged batch)
 
 The last line is JSON. `decode` counts the tokens of all rows after the first one, `prefill` those
-of the prompts up to the first one, `total` the new tokens of the whole run, all per second.
+of the prompts up to the first one, `total` the new tokens of the whole run, all per second. What
+the machine allows is measured in the same run: a read of a large buffer, a copy (bytes read and
+written), and a product of two large matrices.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from json import dumps, loads
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,12 +31,16 @@ import torch
 
 from llama import quantize as quant
 from llama.checkpoint import DTYPES, open_checkpoint
+from llama.layers import linear
 
 GGUF = {None: {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}, "int8": "Q8_0"}
 GGUF |= {"int4": "Q4_0"}
 MODULES = {"transformers": "transformers", "llama-cpp": "llama_cpp"}
+PEERS = ("transformers", "llama-cpp", "original-loop")
 FIGURES = ("prefill", "first_token_ms", "decode", "total")
 SLOWER_IS_LARGER = ("first_token_ms",)
+CONTEXTS = (128, 256, 512, 1024, 2048)  # of the plot
+LATENCY_STEPS = 16
 
 
 class Worker:
@@ -43,7 +50,7 @@ class Worker:
         engine = Path(__file__).with_name("engines.py")
         environment = {**os.environ, "OMP_NUM_THREADS": str(case["threads"])}
         self.process = subprocess.Popen(
-            [sys.executable, engine, json.dumps(case)],
+            [sys.executable, engine, dumps(case)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -55,10 +62,10 @@ class Worker:
         line = self.process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             raise SystemExit(f"{self.process.args[2]:.200} has ended with {self.process.wait()}")
-        return json.loads(line)
+        return loads(line)
 
     def measure(self, prompts: list[list[int]], gen_len: int) -> dict[str, float]:
-        print(json.dumps({"prompts": prompts, "gen_len": gen_len}), file=self.process.stdin)
+        print(dumps({"prompts": prompts, "gen_len": gen_len}), file=self.process.stdin)
         self.process.stdin.flush()  # type: ignore[union-attr]
         first, *rest = self._answer()
         new, read = len(prompts) * gen_len, sum(map(len, prompts))
@@ -72,23 +79,39 @@ class Worker:
         self.process.wait()
 
 
-def read_bandwidth(device: str) -> float:
-    """GB/s of the fastest of some reads of a large buffer."""
-    buffer, seconds = torch.ones(2**28, device=device), []  # 1 GiB
+def fastest(run: Callable[[], object], device: str) -> float:
+    """Seconds of the fastest of some runs."""
+    seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        buffer.sum().item()
+        run()
+        if device != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
-    return buffer.nbytes / min(seconds) / 1e9
+    return min(seconds)
 
 
-def step_bytes(folder: Path, dtype: str, quantize: str | None) -> int:
-    """Bytes of the weights that one step reads: all but the embedding."""
+def machine_limits(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """GB/s of a read and of a copy of 1 GiB, and GFLOP/s of a product of matrices in `dtype`."""
+    buffer = torch.ones(2**28, device=device)
+    target = torch.empty_like(buffer)
+    n = 2048 if device == "cpu" else 8192
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return {
+        "read_gb_per_s": buffer.nbytes / fastest(buffer.sum, device) / 1e9,
+        "copy_gb_per_s": 2 * buffer.nbytes / fastest(lambda: target.copy_(buffer), device) / 1e9,
+        "matrix_gflop_per_s": 2 * n**3 / fastest(lambda: linear(a, b), device) / 1e9,
+    }
+
+
+def step_cost(folder: Path, dtype: str, quantize: str | None) -> tuple[int, int]:
+    """Bytes and numbers of the weights that one step reads: all but the embedding."""
     shapes = {name: p.shape for name, p in open_checkpoint(folder).parameters.items()}
     del shapes["tok_embeddings.weight"]
+    numbers = sum(torch.Size(s).numel() for s in shapes.values())
     if quantize is not None:
-        return quant.total_bytes(shapes, quantize, DTYPES[dtype])
-    return sum(torch.Size(s).numel() for s in shapes.values()) * DTYPES[dtype].itemsize
+        return quant.total_bytes(shapes, quantize, DTYPES[dtype]), numbers
+    return numbers * DTYPES[dtype].itemsize, numbers
 
 
 def cases(
@@ -98,6 +121,8 @@ def cases(
     ours = {**common, "engine": "ours", "quantize": quantize, "compile": compile}
     found = {"ours": ours}
     for peer in filter(None, peers.split(",")):
+        if peer not in PEERS:
+            raise SystemExit(f"{peer!r} is none of the peers: {', '.join(PEERS)}")
         if peer in MODULES and importlib.util.find_spec(MODULES[peer]) is None:
             print(f"{peer}: not installed, left out (pip install {MODULES[peer]})")
         elif peer == "llama-cpp" and importlib.util.find_spec("gguf") is None:
@@ -144,9 +169,8 @@ def main(
     device: str = "cpu",
     shards: int = 1,
     weights_dtype: str | None = None,
-    json_file: str | None = None,
+    json: str | None = None,
     plot: str | None = None,
-    **named: str,
 ) -> None:
     """Measure; `--json FILE` keeps what the last line says.
 
@@ -154,43 +178,74 @@ def main(
         shape: 110m, 1b or 7b.
         prompt_len: one length, or one for each row of a ragged batch.
         weights_dtype: of the files, where it is not `dtype`.
+        plot: draw decoding against the limit, and over the context, which is measured for it.
     """
     lengths = [prompt_len] * batch if isinstance(prompt_len, int) else list(prompt_len)
     folder = weights.meta(shape, weights_dtype or dtype, shards)
+    longest = max(max(lengths) + gen_len, 0 if plot is None else CONTEXTS[-1] + LATENCY_STEPS)
     common = {"folder": str(folder), "dtype": dtype, "device": device, "threads": threads}
-    common |= {"batch": len(lengths), "max_seq_len": max(lengths) + gen_len}
+    common |= {"batch": len(lengths), "max_seq_len": longest}
     joined = peers if isinstance(peers, str) else ",".join(peers)
+    asked = cases(joined, folder, common, quantize, compile)
     torch.set_num_threads(threads)
-    load_before, bandwidth = os.getloadavg()[0], read_bandwidth(device)
-    workers = {n: Worker(c) for n, c in cases(joined, folder, common, quantize, compile).items()}
-    generator = random.Random(0)
-    vocab = open_checkpoint(folder).vocab_size
-    prompts = [[generator.randrange(vocab) for _ in range(n)] for n in lengths]
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
-    for i in range(rounds + 1):
-        for name, worker in workers.items():
-            figures = worker.measure(prompts, gen_len if i else 3)
-            if i:  # the first one only warms up
-                runs[name].append(figures)
-    n_bytes = step_bytes(folder, dtype, quantize)
+    load_before, limits = os.getloadavg()[0], machine_limits(device, DTYPES[dtype])
+    workers = {name: Worker(case) for name, case in asked.items()}
+    runs = measure_in_turns(workers, random_prompts(folder, lengths), gen_len, rounds)
     found = summary(runs) | {"loaded": {name: worker.loaded for name, worker in workers.items()}}
+    if plot is not None:
+        found["contexts"] = {n: latencies(worker, folder) for n, worker in workers.items()}
     for worker in workers.values():
         worker.close()
-    steps = found["median"]["ours"].get("decode", 0) / len(lengths)
+    found |= limits | shares(found, limits, step_cost(folder, dtype, quantize), len(lengths))
     found |= {
         "machine": {"cpu": cpu_name(), "threads": threads, "torch": torch.__version__},
         "load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)],
-        "step_bytes": n_bytes,
-        "read_gb_per_s": bandwidth,
-        "achieved_gb_per_s": steps * n_bytes / 1e9,
-        "share_of_read": steps * n_bytes / 1e9 / bandwidth,
     }
     report(found)
     if plot is not None:
         draw(found, plot)
-    if (named.get("json") or json_file) is not None:
-        Path(named.get("json") or str(json_file)).write_text(json.dumps(found) + "\n")
-    print(json.dumps(found))
+    if json is not None:
+        Path(json).write_text(dumps(found) + "\n")
+    print(dumps(found))
+
+
+def random_prompts(folder: Path, lengths: list[int]) -> list[list[int]]:
+    generator, vocab = random.Random(0), open_checkpoint(folder).vocab_size
+    return [[generator.randrange(vocab) for _ in range(n)] for n in lengths]
+
+
+def measure_in_turns(
+    workers: dict[str, Worker], prompts: list[list[int]], gen_len: int, rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """The figures of each engine in each round, after one that only warms up."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    for worker in workers.values():
+        worker.measure(prompts, 3)
+    for _ in range(rounds):
+        for name, worker in workers.items():
+            runs[name].append(worker.measure(prompts, gen_len))
+    return runs
+
+
+def latencies(worker: Worker, folder: Path) -> list[float]:
+    """Milliseconds of a token of one row, after each of the CONTEXTS."""
+    prompts = [random_prompts(folder, [n]) for n in CONTEXTS]
+    return [1e3 / worker.measure(prompt, LATENCY_STEPS)["decode"] for prompt in prompts]
+
+
+def shares(
+    found: dict[str, Any], limits: dict[str, float], cost: tuple[int, int], batch: int
+) -> dict[str, float]:
+    """Our speeds as shares of what the machine allows."""
+    (n_bytes, numbers), ours = cost, found["median"]["ours"]
+    achieved = ours.get("decode", 0) / batch * n_bytes / 1e9
+    return {
+        "step_bytes": n_bytes,
+        "achieved_gb_per_s": achieved,
+        "share_of_read": achieved / limits["read_gb_per_s"],
+        "share_of_copy": achieved / limits["copy_gb_per_s"],
+        "prefill_share_of_matrix": 2e-9 * numbers * ours["prefill"] / limits["matrix_gflop_per_s"],
+    }
 
 
 def cpu_name() -> str:
@@ -216,22 +271,29 @@ def report(found: dict[str, Any]) -> None:
         cells += [f"{loaded['load_s']:.1f}", f"{loaded['peak_gb']:.2f}"]
         print(f"| {name} | {' | '.join(cells)} | {'' if ratio is None else f'{ratio:.2f}'} |")
     print(
-        f"{found['step_bytes'] / 1e9:.2f} GB a step, {found['achieved_gb_per_s']:.1f} GB/s of "
-        f"{found['read_gb_per_s']:.1f} read; load average {found['load_average']}"
+        f"{found['step_bytes'] / 1e9:.2f} GB a step, {found['achieved_gb_per_s']:.1f} GB/s; "
+        f"read {found['read_gb_per_s']:.1f}, copy {found['copy_gb_per_s']:.1f} GB/s; prefill at "
+        f"{found['prefill_share_of_matrix']:.2f} of {found['matrix_gflop_per_s']:.0f} GFLOP/s; "
+        f"load average {found['load_average']}"
     )
 
 
 def draw(found: dict[str, Any], path: str) -> None:
-    """Decoding speed of each engine as a share of what reading its weights allows."""
+    """Decoding as a share of what reading our weights allows, and its latency over the context."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    share, latency = figure.subplots(1, 2)
     speeds = {name: medians["decode"] for name, medians in found["median"].items()}
     limit = found["read_gb_per_s"] * 1e9 / found["step_bytes"]
-    axes.barh(list(speeds), [speed / limit for speed in speeds.values()])
-    axes.axvline(1, color="black", linestyle="--")
-    axes.set(xlabel="decoding speed over that of one read of our weights for each step")
+    share.barh(list(speeds), [speed / limit for speed in speeds.values()])
+    share.axvline(1, color="black", linestyle="--")
+    share.set(xlabel="decoding speed over that of one read of our weights for each token")
+    for name, values in found["contexts"].items():
+        latency.plot(CONTEXTS, values, marker="o", label=name)
+    latency.axhline(1e3 / limit, color="black", linestyle="--", label="one read of our weights")
+    latency.set(xlabel="tokens in the cache", ylabel="ms per token", ylim=0)
+    latency.legend()
     figure.savefig(path)
 
 
