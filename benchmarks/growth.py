@@ -152,13 +152,16 @@ def draw(found: dict[str, Any], path: str) -> None:
         ("turns", range(1, TURNS + 1), "turn of a chat", "ms to the first token"),
     ]
     for axes, (name, xs, x_label, y_label) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        for kind, values in found[name].items():
-            if kind == "used_mb":
-                axes = axes.twinx()
-            style = "--" if kind == "expected" else ":" if kind == "used_mb" else "-"
-            axes.plot(xs, values, style, marker="." if style == "-" else None, label=kind)
-            axes.legend(loc="lower right" if kind == "used_mb" else "upper left")
-            axes.set(xlabel=x_label, ylabel="MB" if kind == "used_mb" else y_label, ylim=0)
+        curves = dict(found[name])
+        used = curves.pop("used_mb", None)
+        for kind, values in curves.items():
+            axes.plot(xs, values, "--" if kind == "expected" else "o-", markersize=3, label=kind)
+        axes.set(xlabel=x_label, ylabel=y_label, ylim=0)
+        if used is not None:
+            memory = axes.twinx()
+            memory.plot(xs, used, ":", color="black")
+            memory.set(ylabel="MB of the cache in use (dotted)", ylim=0)
+        axes.legend(loc="upper left")
     figure.savefig(path)
 
 

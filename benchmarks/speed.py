@@ -105,13 +105,16 @@ def machine_limits(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 def step_cost(folder: Path, dtype: str, quantize: str | None) -> tuple[int, int]:
-    """Bytes and numbers of the weights that one step reads: all but the embedding."""
+    """Bytes that a step reads, which are those of all weights but the embedding, and the products
+    for a token of a prompt, of which only the last one needs the output layer.
+    """
     shapes = {name: p.shape for name, p in open_checkpoint(folder).parameters.items()}
     del shapes["tok_embeddings.weight"]
-    numbers = sum(torch.Size(s).numel() for s in shapes.values())
+    numbers = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    products = sum(numbers.values()) - numbers["output.weight"]
     if quantize is not None:
-        return quant.total_bytes(shapes, quantize, DTYPES[dtype]), numbers
-    return numbers * DTYPES[dtype].itemsize, numbers
+        return quant.total_bytes(shapes, quantize, DTYPES[dtype]), products
+    return sum(numbers.values()) * DTYPES[dtype].itemsize, products
 
 
 def cases(
@@ -237,14 +240,14 @@ def shares(
     found: dict[str, Any], limits: dict[str, float], cost: tuple[int, int], batch: int
 ) -> dict[str, float]:
     """Our speeds as shares of what the machine allows."""
-    (n_bytes, numbers), ours = cost, found["median"]["ours"]
+    (n_bytes, products), ours = cost, found["median"]["ours"]
     achieved = ours.get("decode", 0) / batch * n_bytes / 1e9
     return {
         "step_bytes": n_bytes,
         "achieved_gb_per_s": achieved,
         "share_of_read": achieved / limits["read_gb_per_s"],
         "share_of_copy": achieved / limits["copy_gb_per_s"],
-        "prefill_share_of_matrix": 2e-9 * numbers * ours["prefill"] / limits["matrix_gflop_per_s"],
+        "prefill_share_of_matrix": 2e-9 * products * ours["prefill"] / limits["matrix_gflop_per_s"],
     }
 
 
