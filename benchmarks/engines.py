@@ -1,11 +1,12 @@
 """The engines that speed.py compares, each in a process of its own, which answers on its output.
 
-An engine reads the same weights and has two calls: `run(prompts, gen_len)` yields once when the
-first token of each row is there and once for each further one; `n_bytes` is what a step reads.
+Each reads the same weights; `run(prompts, gen_len)` yields the first token of each row as soon as
+it is there, and then each further one.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -43,9 +44,9 @@ class Ours:
 
     def run(
         self, prompts: list[list[int]], gen_len: int, record: CacheRecord | None = None
-    ) -> Iterator[None]:
+    ) -> Iterator[list[int | None]]:
         rows = [decoding.Row(prompt, gen_len) for prompt in prompts]
-        steps = decoding.decode(
+        return decoding.decode(
             self.model,
             CacheRecord() if record is None else record,
             rows,
@@ -54,23 +55,24 @@ class Ours:
             stop_tokens=frozenset(),
             step=self.step,
         )
-        for _ in steps:
-            yield
 
 
 class Transformers:
     """A loop over the model of transformers, with its own cache; rows are padded on the left."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, DynamicCache
 
         self.model = AutoModelForCausalLM.from_pretrained(
             case["folder"] + "-hf", dtype=DTYPES[case["dtype"]], attn_implementation="sdpa"
         ).to(case["device"])
+        self.new_cache = DynamicCache
+        arguments = inspect.signature(type(self.model).forward).parameters
+        self.cache_name = "cache" if "cache" in arguments else "past_key_values"  # of old versions
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[None]:
-        width, cache = max(map(len, prompts)), None
+    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[list[int]]:
+        width, cache = max(map(len, prompts)), {self.cache_name: self.new_cache()}
         device = self.model.device
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -81,15 +83,14 @@ class Transformers:
                 ids,
                 attention_mask=mask if is_ragged else None,
                 position_ids=positions,
-                past_key_values=cache,
+                **cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-            ids.tolist()  # a caller looks at each token
+            ids = out.logits[:, -1:].argmax(-1)
             positions = positions[:, -1:] + 1
             mask = F.pad(mask, (0, 1), value=1)
-            yield
+            yield ids[:, 0].tolist()
 
 
 class LlamaCpp:
@@ -107,7 +108,7 @@ class LlamaCpp:
             verbose=False,
         )
 
-    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[None]:
+    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[list[int]]:
         self.model.reset()
         token, (feed,) = 0, prompts
         for _ in range(gen_len):
@@ -115,7 +116,7 @@ class LlamaCpp:
             logits = self.model._ctx.get_logits_ith(-1)
             token = max_of(logits, self.model.n_vocab())
             feed = [token]
-            yield
+            yield feed
 
 
 def max_of(logits: Any, n: int) -> int:
@@ -184,7 +185,7 @@ class OriginalLoop:
         return F.linear(self.norm(h, "norm.weight"), w["output.weight"]).float()
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[None]:
+    def run(self, prompts: list[list[int]], gen_len: int) -> Iterator[list[int]]:
         """In the original's order: the shortest prompt first, then longer ones fed by the token."""
         start, end = 0, min(map(len, prompts))
         tokens = torch.zeros(len(prompts), max(map(len, prompts)) + gen_len, dtype=torch.int64)
@@ -197,8 +198,7 @@ class OriginalLoop:
             given = torch.tensor([position < len(p) for p in prompts], device=self.device)
             tokens[:, position] = torch.where(given, tokens[:, position], chosen)
             start = position
-            chosen.tolist()
-            yield
+            yield chosen.tolist()
 
 
 ENGINES: dict[str, Any] = {
