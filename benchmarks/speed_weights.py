@@ -56,7 +56,7 @@ def gguf(folder: Path, kind: str) -> None:
     file = folder.with_name(f"{folder.name}.{kind}.gguf")
     if file.exists():
         return
-    checkpoint, names = open_checkpoint(folder), _gguf_names()
+    checkpoint, names = open_checkpoint(folder), gguf_names()
     args, partial = checkpoint.args, file.with_suffix(".partial")
     writer = library.GGUFWriter(partial, "llama")
     writer.add_context_length(4096)
@@ -86,7 +86,7 @@ def gguf(folder: Path, kind: str) -> None:
     partial.rename(file)
 
 
-def _gguf_names() -> dict[str, str]:
+def gguf_names() -> dict[str, str]:
     ours = "tok_embeddings norm output wq wk wv wo w1 w2 w3 attention_norm ffn_norm"
     theirs = "token_embd output_norm output attn_q attn_k attn_v attn_output ffn_gate ffn_down"
     theirs += " ffn_up attn_norm ffn_norm"

@@ -6,13 +6,14 @@ int4: each group of a row's numbers is (code - 8) * step + middle with codes fro
 byte (n, k / 2); steps and middles are bfloat16 (k / group, n, 2). Embeddings stay in int8.
 
 A layer keeps such a weight as a module in the place of its parameter. On a CPU the products are
-those of FBGEMM (int8; x is rounded too, row by row) and of ATen's packed int4; elsewhere the
-weight is widened where it is used, which a compiler fuses with the product.
+those of FBGEMM (int8; x is rounded too, row by row, to 8 or 15 bits) and of ATen's packed int4;
+elsewhere the weight is widened where it is used, which a compiler fuses with the product.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import warnings
@@ -31,6 +32,8 @@ KINDS = ("int8", "int4")
 PARTS = ("values", "scales")  # names in a file, behind the parameter's
 GROUPS = (128, 64, 32)  # the first that divides a row
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+# Half of all weights, whose inputs bear being rounded to 8 bits: see benchmarks/README.md.
+ONE_DIGIT = ("w1.weight", "w3.weight")
 TINY = 2.0**-100  # the least scale, of a row of zeros
 # glibc keeps what was freed while weights are made, in all as much as they; others have no need.
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
@@ -172,8 +175,13 @@ class Packed:
         return Packed, self.tensors()
 
 
-def packed_int8_linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    """FBGEMM's product. A scale for each row of x, so that no row depends on another."""
+def packed_int8_linear(
+    x: torch.Tensor, number: int, out_features: int, digits: int = 2
+) -> torch.Tensor:
+    """FBGEMM's product, which takes whole numbers: x rounded to `digits` of them, most of it first.
+
+    Each row of x has a scale of its own, so that no row depends on another.
+    """
     require(
         x.device.type == "cpu",
         f"x is on {x.device}, and the weights were quantized for a CPU: build with device=",
@@ -181,7 +189,15 @@ def packed_int8_linear(x: torch.Tensor, number: int, out_features: int) -> torch
     rows = x.flatten(0, -2).float()
     scales = (rows.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY)
     product = _traced_fbgemm if torch.compiler.is_compiling() else _fbgemm
-    y = product(rows / scales, number, out_features)
+    whole = (rows / scales).round()
+    if digits == 1:
+        y = product(whole, number, out_features)
+    else:
+        # What is left is at most a half. Beside its row it costs little where a product is bound by
+        # reading the weight, and as much again where it is not.
+        rest = (rows / scales - whole) * (2 * LEVELS)
+        y, y_rest = product(torch.cat((whole, rest)), number, out_features).chunk(2)
+        y = y + y_rest / (2 * LEVELS)
     return (y * scales).to(x.dtype).view(*x.shape[:-1], out_features)
 
 
@@ -234,14 +250,18 @@ class QuantizedWeight(nn.Module):
         )
 
 
-def install(layer: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype) -> None:
+def install(
+    name: str, layer: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype
+) -> None:
     """Give `layer` a quantized weight in the place of its parameter, as the device wants it."""
     values, scales = (part.to(device) for part in parts)
     on_cpu, is_int8 = device.type == "cpu", values.dtype == torch.int8
     if isinstance(layer, ParallelEmbedding):
         weight = QuantizedWeight(int8_linear, (values, scales.to(dtype)), None)
     elif is_int8 and on_cpu and HAS_FBGEMM:
-        weight = QuantizedWeight(packed_int8_linear, None, Packed(values, scales))
+        digits = 1 if name.endswith(ONE_DIGIT) else 2
+        product = functools.partial(packed_int8_linear, digits=digits)
+        weight = QuantizedWeight(product, None, Packed(values, scales))
     elif is_int8:
         weight = QuantizedWeight(int8_linear, (values, scales), None)
     elif on_cpu and len(values) % 32 == 0:
