@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llama.checkpoint import DTYPES, OUTPUT, find_checkpoint, problems
 from llama.convert import convert
-from llama.errors import LlamaError
+from llama.errors import LlamaError, checked_path
 from llama.kv_cache import format_bytes
 from llama.memory import memory
 from llama.terminal import run
@@ -23,7 +23,7 @@ def inspect(folder: str) -> None:
     Args:
         folder: in Meta's or Hugging Face's layout.
     """
-    checkpoint = find_checkpoint(str(folder))
+    checkpoint = find_checkpoint(checked_path(str(folder), "folder"))
     args, tied, path = checkpoint.args, checkpoint.config.tied, checkpoint.path
     stored = {k: p for k, p in checkpoint.parameters.items() if not (tied and k == OUTPUT)}
     n_parameters = sum(math.prod(parameter.shape) for parameter in stored.values())

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from llama.errors import require
+from llama.errors import require, shown
 from llama.tokenizer import Tokenizer
 
 Role = Literal["system", "user", "assistant"]
@@ -69,22 +69,23 @@ def check_dialog(dialog: Dialog, index: int) -> None:
         at = f"message {i} of {where}"
         require(
             isinstance(message, Mapping) and {"role", "content"} <= message.keys(),
-            f"{at} is {message!r:.80}: it must be a dict with 'role' and 'content'",
+            f"{at} is {shown(message)}: it must be a dict with 'role' and 'content'",
         )
-        require(
-            isinstance(message["content"], str),
-            f"the content of {at} is a {type(message['content']).__name__}: it must be a str",
-        )
+        for key in ("role", "content"):
+            require(
+                isinstance(message[key], str),
+                f"the {key} of {at} is a {type(message[key]).__name__}: it must be a str",
+            )
     has_system = dialog[0]["role"] == "system"
     for i, message in enumerate(dialog):
         expected = "user" if (i - has_system) % 2 == 0 else "assistant"
         require(
             message["role"] == expected or (i == 0 and has_system),
-            f"message {i} of {where} has the role {message['role']!r} where {expected!r} is "
+            f"message {i} of {where} has the role {shown(message['role'])} where {expected!r} is "
             "expected: a dialog is an optional system message, then user and assistant in turn",
         )
     require(
         dialog[-1]["role"] == "user",
-        f"{where} ends with message {len(dialog) - 1} of the role {dialog[-1]['role']!r}: "
+        f"{where} ends with message {len(dialog) - 1} of the role {shown(dialog[-1]['role'])}: "
         "it must end with a user's message, which is the one that is answered",
     )

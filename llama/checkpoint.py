@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from llama import quantize as quant
 from llama.config import Config, read_config, read_params
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, require, shown
 from llama.files import map_tensors, read_json
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
@@ -248,7 +248,7 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     path = Path(ckpt_dir)
     require(
         path.is_dir() and os.access(path, os.R_OK | os.X_OK),
-        f"{str(path)!r} is no folder that can be read: pass the one that holds the checkpoint",
+        f"{shown(str(path))} is no folder that can be read: pass the one that holds the checkpoint",
     )
     shards = sorted(f for f in path.iterdir() if _META_SHARD.fullmatch(f.name))
     if shards and (path / "params.json").is_file():
@@ -439,7 +439,8 @@ def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
         "rows of the feed-forward layers": args.ffn_dim,
         "rows of the vocabulary": args.vocab_size,
     }
-    possible = [str(n) for n in range(1, parts) if not any(size % n for size in shared.values())]
+    fewer = range(1, min(parts, min(shared.values()) + 1))
+    possible = [str(n) for n in fewer if not any(size % n for size in shared.values())]
     for what, size in shared.items():
         require(
             size % parts == 0,

@@ -31,7 +31,7 @@ from llama.checkpoint import (
     require_split,
 )
 from llama.config import to_config, to_params
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, checked_flag, checked_path, checked_whole, require, shown
 from llama.files import read_json
 from llama.kv_cache import format_bytes
 
@@ -81,20 +81,20 @@ def convert(
             there are shards.
         force: replace a checkpoint that is in DST, all of the folder.
     """
-    # Lists, since what was passed may have no hash.
-    require(to in list(_WRITERS), f"--to {to!r}: it must be one of {', '.join(_WRITERS)}")
-    require(isinstance(shards, int) and shards > 0, f"--shards {shards!r}: it must be 1 or more")
-    known = dtype is None or dtype in list(DTYPES)
-    require(known, f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    known = isinstance(to, str) and to in _WRITERS
+    require(known, f"--to {shown(to)}: it must be one of {', '.join(_WRITERS)}")
+    shards = checked_whole(shards, "--shards", 1)
+    known = dtype is None or (isinstance(dtype, str) and dtype in DTYPES)
+    require(known, f"--dtype {shown(dtype)}: it must be one of {', '.join(DTYPES)}")
     quant.check_kind(quantize)
     require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
-    require("\0" not in str(dst), f"{str(dst)!r} is no path: choose one without a zero byte")
-    checkpoint, target = open_checkpoint(str(src)), Path(str(dst)).resolve()
+    checkpoint = open_checkpoint(checked_path(str(src), "src"))
+    target = checked_path(str(dst), "dst").resolve()
     require(
         checkpoint.quantized is None,
         f"{checkpoint.path} is quantized, and cannot be converted: convert what it was made of",
     )
-    _require_replaceable(target, force)
+    _require_replaceable(target, checked_flag(force, "--force"))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype], quantize)
     try:

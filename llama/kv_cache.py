@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from llama.errors import require, whole
+from llama.errors import require, shown, whole
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -119,20 +119,21 @@ def quantize(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, t
 def check_window(max_seq_len: int, window: int | None, chunk: int | None) -> None:
     """Refuse what makes no ring."""
     require(
-        window is None or (whole(window) or 0) >= 1,
-        f"sliding_window {window!r}: it must be a whole number above 0, or None for full attention",
+        window is None or 1 <= (whole(window) or 0) < 2**63,
+        f"sliding_window {shown(window)}: it must be a whole number above 0 and below 2**63, "
+        "or None for full attention",
     )
     require(
         chunk is None or 1 <= (whole(chunk) or 0) <= max_seq_len,
-        f"prefill_chunk {chunk!r}: it must be a whole number from 1 to max_seq_len "
+        f"prefill_chunk {shown(chunk)}: it must be a whole number from 1 to max_seq_len "
         f"({max_seq_len}), or None to read a prompt in one piece",
     )
 
 
 def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A dtype that a cache can have, by its name too."""
-    name = str(dtype).removeprefix("torch.")
-    require(name in DTYPES, f"kv_cache_dtype {name!r}: it must be one of {', '.join(DTYPES)}")
+    name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
+    require(name in DTYPES, f"kv_cache_dtype {shown(name)}: it must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from llama import kv_cache
 from llama.checkpoint import open_checkpoint, require_split, weights_bytes
 from llama.config import CONTEXT
-from llama.errors import LlamaError, checked_path, checked_whole, require
+from llama.errors import LlamaError, checked_path, checked_whole, require, shown
 from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
 from llama.prefix import CacheRecord
@@ -47,8 +46,8 @@ def architecture(model: str) -> tuple[ModelArgs, bool, str | None]:
         shape: dict[str, Any] = dict(zip(_FIELDS, ARCHITECTURES[model], strict=True))
         return ModelArgs(**shape, sliding_window=WINDOWS.get(model), max_batch_size=1), False, None
     require(
-        Path(model).is_dir(),
-        f"{model!r} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
+        checked_path(model, "model").is_dir(),
+        f"{shown(model)} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
     )
     checkpoint = open_checkpoint(model)
     args = replace(checkpoint.args, max_seq_len=checkpoint.context or CONTEXT, max_batch_size=1)
@@ -124,7 +123,9 @@ def memory(
     """
     model = str(model)  # the command line makes a number of a folder named 7
     weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
-    cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
+    cache_dtype = kv_cache.checked_dtype(
+        weights_dtype if kv_cache_dtype is None else kv_cache_dtype
+    )
     plot = None if plot is None else str(checked_path(plot, "plot"))
     check_kind(quantize)
     args, tied, quantized = architecture(model)
@@ -259,9 +260,12 @@ def parse_bytes(size: str | int) -> int:
     """24GiB, 24 GB, 1.5tib or a plain number of bytes."""
     units = {"": 1, "b": 1}
     units |= {u.lower(): n for u, n in (kv_cache.DECIMAL_UNITS | kv_cache.BINARY_UNITS).items()}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", str(size).lower())
+    text = size if isinstance(size, str) else shown(size)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{0,30})?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in units:
-        raise LlamaError(f"{size!r} is no size: write a number and a unit, such as 24GiB or 24GB")
+        raise LlamaError(
+            f"{shown(size)} is no size: write a number and a unit, such as 24GiB or 24GB"
+        )
     return int(Fraction(match[1]) * units[match[2]])
 
 

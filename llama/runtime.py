@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
 
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, checked_whole, real, require, shown
 
 DTYPES = {
     "float32": torch.float32,
@@ -77,7 +77,12 @@ def setup(
     Raises:
         LlamaError: with the value, the limit and the remedy.
     """
-    require(timeout_s > 0, f"timeout_s {timeout_s}: it must be above 0 seconds")
+    require(
+        0 < real(timeout_s) <= 10**9,
+        f"timeout_s {shown(timeout_s)}: it must be a number of seconds above 0, at most 10**9",
+    )
+    if model_parallel_size is not None:
+        model_parallel_size = checked_whole(model_parallel_size, "model_parallel_size", 1)
     with _lock:
         launch = None if dist.is_initialized() else _launch()
         world_size = dist.get_world_size() if launch is None else launch.world_size
@@ -130,8 +135,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.float16
     known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if known is None or known not in DTYPES.values():
-        raise LlamaError(f"dtype {str(dtype)!r} is unknown: pass one of {', '.join(DTYPES)}")
+    if not isinstance(known, torch.dtype) or known not in DTYPES.values():
+        raise LlamaError(f"dtype {shown(dtype)} is unknown: pass one of {', '.join(DTYPES)}")
     return known
 
 
@@ -145,9 +150,9 @@ def resolve_device(device: str | torch.device | None, *, alone: bool = True) -> 
         device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise LlamaError(
-            f"device {str(device)!r} is unknown: pass 'cpu', 'mps', 'cuda' or 'cuda:N'"
+            f"device {shown(device)} is unknown: pass 'cpu', 'mps', 'cuda' or 'cuda:N'"
         ) from error
     require(
         found.type in ("cpu", "cuda", "mps"),
@@ -353,10 +358,6 @@ _users: set[Runtime] = set()
 def _model_parallel_size(size: int | None, world_size: int) -> int:
     if size is None:
         return world_size
-    require(
-        isinstance(size, int) and size > 0,
-        f"model_parallel_size {size!r}: it must be a whole number above 0",
-    )
     require(
         size <= world_size,
         f"model_parallel_size {size} needs as many processes, and this run has {world_size}: "

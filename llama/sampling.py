@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import torch
 import torch.nn.functional as F
 
-from llama.errors import LlamaError, require, whole
+from llama.errors import LlamaError, real, require, shown, whole
 
 MOST_LIKELY = 1024  # how many tokens are looked at before all of them are sorted
 NOT_FINITE = -1  # what `sample` returns in place of a token id for a row without usable logits
@@ -16,10 +15,10 @@ NOT_FINITE = -1  # what `sample` returns in place of a token id for a row withou
 
 def checked_temperature(temperature: float) -> float:
     """A temperature that has a meaning."""
-    number = _float(temperature)
+    number = real(temperature)
     require(
         0 <= number < math.inf,
-        f"temperature {temperature!r:.80}: it must be a finite number that is not negative "
+        f"temperature {shown(temperature)}: it must be a finite number that is not negative "
         "(0 always takes the most likely token)",
     )
     return number
@@ -27,27 +26,19 @@ def checked_temperature(temperature: float) -> float:
 
 def checked_top_p(top_p: float) -> float:
     """A share that has a meaning."""
-    number = _float(top_p)
+    number = real(top_p)
     require(
         0 <= number <= 1,
-        f"top_p {top_p!r:.80}: it must be a number in [0, 1] (1 keeps every token)",
+        f"top_p {shown(top_p)}: it must be a number in [0, 1] (1 keeps every token)",
     )
     return number
-
-
-def _float(value: float) -> float:
-    """`value` as a float; NaN if it is no number."""
-    try:
-        return float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        return math.inf
 
 
 def make_generator(device: torch.device, seed: int, replica: int = 0) -> torch.Generator:
     """A source of draws on the device of the logits, a different one for each replica."""
     number = whole(seed)
     if number is None or not -(2**63) <= number < 2**63:
-        raise LlamaError(f"seed {seed!r:.80}: it must be a whole number of 64 bits")
+        raise LlamaError(f"seed {shown(seed)}: it must be a whole number of 64 bits")
     return torch.Generator(device).manual_seed(number + replica)
 
 
@@ -78,7 +69,11 @@ def sample_top_p(
     Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). `probs`: (bsz, n). Without a
     `generator` the draw comes from torch's global one.
     """
-    probs, tokens = _nucleus(probs, p)
+    require(
+        isinstance(probs, torch.Tensor) and probs.is_floating_point() and probs.ndim == 2,
+        f"probs is {shown(probs)}: pass a tensor of probabilities, (bsz, n)",
+    )
+    probs, tokens = _nucleus(probs, checked_top_p(p))
     probs = probs / probs.sum(-1, keepdim=True)
     # The smallest of exponential waiting times with the rates p is token i with probability p_i.
     # So does torch.multinomial draw, with the same numbers, but a NaN makes it abort the process

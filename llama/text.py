@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llama.errors import checked_list, require
+from llama.errors import checked_list, require, shown
 from llama.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -14,7 +14,7 @@ def checked_stops(stop: Iterable[str] | None) -> list[str]:
     for i, string in enumerate(strings):
         require(
             isinstance(string, str) and string != "",
-            f"stop string {i} is {string!r}: pass texts of at least one character",
+            f"stop string {i} is {shown(string)}: pass texts of at least one character",
         )
     return strings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
-from llama.errors import LlamaError, checked_ids, checked_path, require
+from llama.errors import LlamaError, checked_flag, checked_ids, checked_path, require, shown
 from llama.files import looks_like
 
 
@@ -35,7 +35,7 @@ class Tokenizer:
 
     def encode(self, s: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The ids of `s`, between BOS and EOS if asked for. Text never becomes a control id."""
-        require(isinstance(s, str), f"{s!r} is a {type(s).__name__}: the text must be a str")
+        require(isinstance(s, str), f"{shown(s)} is a {type(s).__name__}: the text must be a str")
         try:
             s.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -44,7 +44,8 @@ class Tokenizer:
                 "decode the input with errors='replace'"
             ) from error
         ids = self.sp_model.encode(s)
-        return [self.bos_id] * bool(bos) + ids + [self.eos_id] * bool(eos)
+        before, after = checked_flag(bos, "bos"), checked_flag(eos, "eos")
+        return [self.bos_id] * before + ids + [self.eos_id] * after
 
     def decode(self, t: Sequence[int]) -> str:
         """The text of ids; BOS and EOS have none, and an incomplete character is U+FFFD."""

@@ -294,12 +294,12 @@ def test_a_disk_that_fills_up_while_writing_leaves_no_half_checkpoint(
     [
         ({"to": "gguf"}, "--to 'gguf': it must be one of meta, hf"),
         ({"to": "meta", "shards": 3}, "8 heads do not divide by 3 shards: use 1, 2"),
-        ({"to": "meta", "shards": 0}, "--shards 0: it must be 1 or more"),
+        ({"to": "meta", "shards": 0}, "--shards 0: it must be a whole number from 1 to"),
         ({"to": "hf", "shards": 50}, "--shards 50: there are 21 tensors"),
         ({"to": "hf", "dtype": "int8"}, "--dtype 'int8': it must be one of float32"),
         ({"to": ["hf"]}, "--to ['hf']: it must be one of meta, hf"),
         ({"to": "hf", "dtype": ["x"]}, "--dtype ['x']: it must be one of float32"),
-        ({"to": "hf", "dst": "a\0b"}, "'a\\x00b' is no path"),
+        ({"to": "hf", "dst": "a\0b"}, "is no path (embedded null byte)"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict, said: str, tmp_path: Path) -> None:

@@ -223,8 +223,8 @@ teardown(runtime)
             2,
             "model_parallel_size 2 needs as many processes, and this run has 1: start with",
         ),
-        (0, "model_parallel_size 0: it must be a whole number above 0"),
-        ("2", "model_parallel_size '2': it must be a whole number above 0"),
+        (0, "model_parallel_size 0: it must be a whole number from 1 to"),
+        ("2", "model_parallel_size '2': it must be a whole number from 1 to"),
     ],
 )
 def test_an_impossible_model_parallel_size_is_refused(size: object, message: str) -> None:
