@@ -35,7 +35,14 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
 )
 from llama.compiled import CompiledStep, compile_step
 from llama.decoding import Row, Sampling
-from llama.errors import checked_ids, checked_list, checked_path, checked_whole, require
+from llama.errors import (
+    checked_flag,
+    checked_ids,
+    checked_list,
+    checked_path,
+    checked_whole,
+    require,
+)
 from llama.loading import load_model, load_tokenizer
 from llama.memory import usage
 from llama.model import ModelArgs, Transformer
@@ -119,6 +126,8 @@ class Llama:
             verbose: say on rank 0 how long it took.
         """
         start = time.monotonic()
+        check_ranks = checked_flag(check_ranks, "check_ranks")
+        compile, verbose = checked_flag(compile, "compile"), checked_flag(verbose, "verbose")
         ckpt_dir = STORIES if ckpt_dir is None else checked_path(ckpt_dir, "ckpt_dir")
         checkpoint = checkpoints.open_checkpoint(ckpt_dir)
         window = {} if sliding_window is None else {"sliding_window": sliding_window}
@@ -245,7 +254,8 @@ class Llama:
 
         Returns the answers' ids, and their logprobs or None.
         """
-        rows, echo = batch_rows(prompt_tokens, max_gen_len, self._args), bool(echo)
+        rows = batch_rows(prompt_tokens, max_gen_len, self._args)
+        logprobs, echo = checked_flag(logprobs, "logprobs"), checked_flag(echo, "echo")
         how = self._sampling(temperature, top_p, seed)
         stop = self._stop_tokens(stop_tokens)
         for _ in self._decode(rows, how, stop, logprobs=logprobs, score=logprobs and echo):
@@ -271,6 +281,7 @@ class Llama:
         """
         rows = batch_rows(prompt_tokens, max_gen_len, self._args)
         how = self._sampling(temperature, top_p, seed)
+        logprobs = checked_flag(logprobs, "logprobs")
         return self._stream(rows, how, self._stop_tokens(stop_tokens), logprobs)
 
     def text_completion(
@@ -293,7 +304,8 @@ class Llama:
         require(len(rows) > 0, "there are no prompts: pass at least one text")
         how = self._sampling(temperature, top_p, seed)
         stop = checked_stops(stop)
-        return self._complete(rows, how, stop, logprobs=logprobs, echo=bool(echo))
+        logprobs, echo = checked_flag(logprobs, "logprobs"), checked_flag(echo, "echo")
+        return self._complete(rows, how, stop, logprobs=logprobs, echo=echo)
 
     def chat_completion(
         self,
@@ -313,6 +325,7 @@ class Llama:
         `allow_tags`.
         """
         dialogs, max_gen_len = checked_list(dialogs, "dialogs"), checked_limit(max_gen_len)
+        logprobs = checked_flag(logprobs, "logprobs")
         require(len(dialogs) > 0, "there are no dialogs: pass at least one list of messages")
         rows = {
             i: self._dialog_row(i, dialog, max_gen_len)
@@ -515,7 +528,7 @@ def _size(size: int | None, name: str, default: int) -> int:
 
 def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:
     check_dialog(dialog, i)
-    return allow_tags or not has_tags(dialog)
+    return checked_flag(allow_tags, "allow_tags") or not has_tags(dialog)
 
 
 def _end_stopped(rows: Sequence[Row], texts: Sequence[RowText]) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llama.errors import LlamaError, require
+from llama.errors import LlamaError, require, shown
 from llama.layers import TILE_ROWS, ParallelEmbedding
 
 KINDS = ("int8", "int4")
@@ -47,8 +47,8 @@ Product: TypeAlias = Callable[..., torch.Tensor]
 def check_kind(kind: str | None) -> None:
     """Refuse what is not known."""
     require(
-        kind is None or kind in KINDS,
-        f"quantize {kind!r}: it must be one of {', '.join(KINDS)}, or None",
+        kind is None or (isinstance(kind, str) and kind in KINDS),
+        f"quantize {shown(kind)}: it must be one of {', '.join(KINDS)}, or None",
     )
 
 
