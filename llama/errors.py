@@ -28,7 +28,7 @@ def require(condition: bool, message: str) -> None:
 def shown(value: Any, width: int = 80) -> str:
     """The beginning of `repr(value)`, for a message; or its type, where it has none."""
     try:
-        return repr(value)[:width]
+        return repr(value).replace("\n", " ")[:width]
     except Exception:  # such as of a whole number of more digits than Python writes
         return f"a {type(value).__name__} that cannot be shown"
 
