@@ -10,6 +10,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def save(model: Transformer, record: CacheRecord, path: str | Path) -> None:
     except (OSError, SafetensorError) as error:
         raise LlamaError(f"{path} cannot be written: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that is read-only refuses this too
+            unfinished.unlink()
 
 
 def load(model: Transformer, record: CacheRecord, path: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import shutil
@@ -20,7 +21,7 @@ from conftest import ATOL, GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from llama import Llama, LlamaError, kv_cache
+from llama import Llama, LlamaError, cache_file, kv_cache
 from llama import checkpoint as checkpoints
 from llama.generation import STORIES
 
@@ -375,6 +376,28 @@ def test_a_cache_file_that_is_cut_short_is_refused_and_changes_nothing(
         with pytest.raises(LlamaError, match="cut short or no cache file"):
             llama.load_cache(cut)
         assert llama.cache().tokens == PROMPT[:7]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_is_said_so_and_leaves_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(tensors: dict, path: Path, metadata: dict) -> None:
+        if number == errno.ENOSPC:
+            path.write_bytes(b"half")
+        raise OSError(number, os.strerror(number))
+
+    def cannot_remove(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with built() as llama:
+        llama.generate([PROMPT], 0)
+        monkeypatch.setattr(cache_file, "save_file", fail)
+        if number == errno.EROFS:
+            monkeypatch.setattr(Path, "unlink", cannot_remove)
+        with pytest.raises(LlamaError, match=f"cannot be written.*{os.strerror(number)}"):
+            llama.save_cache(tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_flipped_bit_is_noticed(saved: Path, tmp_path: Path) -> None:
