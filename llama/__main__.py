@@ -69,8 +69,6 @@ def main() -> None:
         run(COMMANDS, name="python -m llama")
     except LlamaError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

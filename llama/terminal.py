@@ -16,8 +16,9 @@ def run(
 ) -> None:
     """Call `command` with the arguments of the command line.
 
-    A character that the terminal lacks gets a substitute, and so does one that the input breaks;
-    a reader that has gone away, as `head` does, ends the command in silence.
+    A character that the terminal lacks gets a substitute, and so does one that the input breaks.
+    A reader that has gone away, as `head` does, and Ctrl-C end the command in silence, and output
+    that goes to a full disk ends it with a word.
     """
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
@@ -26,7 +27,13 @@ def run(
         fire.Fire(command, name=name)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a program that the signal SIGINT has ended
+    except OSError as error:
+        if error.filename is not None or sys.stdout is None:
+            raise
         # What is still in the buffer goes nowhere, or Python would complain at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)  # as a program that the signal SIGPIPE has ended
+        if isinstance(error, BrokenPipeError):
+            sys.exit(141)  # as a program that the signal SIGPIPE has ended
+        sys.exit(f"error: the output cannot be written: {error.strerror}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,43 @@ def test_an_example_whose_reader_has_gone_ends_in_silence() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=120) == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is full")
+@pytest.mark.parametrize(
+    "command", [["-m", "llama", "memory", "llama-2-7b"], ["example_text_completion.py"]]
+)
+def test_output_to_a_full_disk_is_one_message(command: list[str]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=env,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: the output cannot be written: No space left.*\n", done.stderr)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a console's Ctrl-C is no signal there")
+def test_ctrl_c_ends_an_example_in_silence() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "example_text_completion.py", "--max_batch_size", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=env,
+    )
+    assert process.stdout.readline().startswith(b"Loaded")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"")
 
 
 def test_input_that_is_no_text_gets_a_substitute() -> None:
