@@ -23,7 +23,7 @@ class Tokenizer:
         )
         try:
             self.sp_model = SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # also of Unicode, where its own message is no text
             found = looks_like(path) or "not a SentencePiece model, or a damaged one"
             raise LlamaError(
                 f"{str(path)!r} is {found}: pass the tokenizer.model that came with the checkpoint"
@@ -32,6 +32,11 @@ class Tokenizer:
         self.bos_id: int = self.sp_model.bos_id()
         self.eos_id: int = self.sp_model.eos_id()
         self.pad_id: int = self.sp_model.pad_id()
+        require(
+            min(self.bos_id, self.eos_id) >= 0,
+            f"{str(path)!r} has no BOS or no EOS: pass the tokenizer.model that came with the "
+            "checkpoint",
+        )
 
     def encode(self, s: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The ids of `s`, between BOS and EOS if asked for. Text never becomes a control id."""
