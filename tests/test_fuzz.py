@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import random
+import signal
 from collections.abc import Callable, Generator, Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -471,6 +473,92 @@ def test_each_argument_of_a_command_may_be_anything(
                 command(**{**arguments, name: value})
     left = {path.suffix for path in tmp_path.rglob("*")}
     assert not left & {".partial", ".old", ".unfinished"}
+
+
+# The ends of what is allowed, and interrupts.
+
+
+@pytest.mark.parametrize("character", ["a", "\0", " ", "\u202e", "\U0001f436", "\n"])
+def test_a_megabyte_of_one_character_is_refused_by_its_length(tiny: Llama, character: str) -> None:
+    tiny.reset()
+    expected = make(tiny, GOOD)
+    long = character * 10**6
+    with pytest.raises(LlamaError, match="tokens, and max_seq_len is"):
+        tiny.text_completion([long])
+    with pytest.raises(LlamaError, match="tokens, and max_seq_len is"):
+        tiny.stream_chat([{"role": "user", "content": f"a{long}a"}])
+    assert make(tiny, ("text_completion", ["a"], {"stop": [long], "max_gen_len": 3}))
+    assert same(make(tiny, GOOD), expected)
+
+
+def test_a_dialog_of_ten_thousand_turns_is_refused_by_its_length(tiny: Llama) -> None:
+    dialog = dialog_of(["Hello!"] * 10_001, True)
+    with pytest.raises(LlamaError, match=r"dialog 0 has .* tokens, and max_seq_len is"):
+        tiny.chat_completion([dialog])
+
+
+def test_a_cache_of_one_position_scores_and_answers_nothing(folder: Path) -> None:
+    with build(folder, max_seq_len=1, max_batch_size=1) as llama:
+        assert llama.generate([[1]], logprobs=True, echo=True) == ([[1]], [[0.0]])
+        assert llama.text_completion([""]) == [{"generation": "", "finish_reason": "length"}]
+        assert drain(llama.stream([[7]])) == ([], {"finish_reasons": ["length"], "logprobs": None})
+        with pytest.raises(LlamaError, match="2 tokens, and max_seq_len is 1"):
+            llama.generate([[1, 2]])
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_batch_may_be_as_large_as_the_cache(folder: Path, tiny: Llama, rows: int) -> None:
+    prompts = [[1, *range(5, 5 + i % 9)] for i in range(rows)]
+    with build(folder, max_batch_size=rows) as llama:
+        tokens, _ = llama.generate(prompts, 5, temperature=0)
+        with pytest.raises(LlamaError, match=f"{rows + 1} prompts, and max_batch_size is {rows}"):
+            llama.generate([*prompts, [1]])
+    assert tokens == [tiny.generate([prompt], 5, temperature=0)[0][0] for prompt in prompts]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer of signals")
+def test_an_interrupt_at_any_time_leaves_the_next_answer_right(tiny: Llama, tmp_path: Path) -> None:
+    tiny.reset()
+    expected, file, rng = make(tiny, GOOD), tmp_path / "cache", random.Random(0)
+    tiny.save_cache(file)
+
+    def load() -> None:
+        try:
+            tiny.load_cache(file)
+        except ValueError as error:  # what torch makes of an interrupt while it is given a file
+            raise KeyboardInterrupt from error
+
+    uses: list[Callable[[], object]] = [
+        lambda: tiny.generate([[1, 5], [1, 9, 9, 9]], 30),
+        lambda: tiny.text_completion(["Once upon a time"] * 5),
+        lambda: drain(tiny.stream_text("Once")),
+        lambda: [load() for _ in range(20)],
+        lambda: [tiny.save_cache(file) for _ in range(20)],
+    ]
+    armed, interrupted = False, 0
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(100):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 0.02))
+                uses[i % len(uses)]()
+                armed = False
+            except KeyboardInterrupt:
+                armed = False
+                interrupted += 1
+            assert same(make(tiny, GOOD), expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 20
+    tiny.load_cache(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 # A long life of one instance, beside another one that forgets everything before each call.
