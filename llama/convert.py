@@ -273,12 +273,11 @@ def _require_disk(folder: Path, needed_bytes: int) -> None:
 def _swap_in(partial: Path, target: Path) -> None:
     """Rename, never write over: somebody may have the old files mapped."""
     old = partial.with_suffix(".old")
-    if target.exists():
-        target.rename(old)
     try:
+        if target.exists():
+            target.rename(old)
         partial.rename(target)
-    except BaseException:
-        if old.exists():
+    finally:  # an interrupt may come between the two, or behind them
+        if old.exists() and not target.exists():
             old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

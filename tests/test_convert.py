@@ -222,6 +222,28 @@ def test_a_folder_that_could_not_be_replaced_is_back_in_its_place(
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dst", "src"]
 
 
+@pytest.mark.parametrize("renames", [1, 2])
+def test_an_interrupt_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(
+    renames: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    src, dst = write_meta(tmp_path / "src"), write_meta(tmp_path / "dst", weights(seed=1))
+    before, rename = tensors_of(dst), Path.rename
+    left = iter(range(renames - 1))
+
+    def interrupted(path: Path, target: Path) -> Path:
+        renamed = rename(path, target)
+        if next(left, None) is None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, dst, to="meta", force=True)
+    assert same(tensors_of(dst), before if renames == 1 else tensors_of(src))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dst", "src"]
+
+
 @pytest.mark.parametrize("to", ["meta", "hf"])
 def test_a_value_beyond_the_range_of_the_dtype_is_refused_by_name(to: str, tmp_path: Path) -> None:
     state = weights()
