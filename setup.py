@@ -4,7 +4,8 @@ from setuptools import setup
 
 here = Path(__file__).parent
 plot = ["matplotlib"]
-test = ["pytest", "hypothesis", "transformers", "ruff", "mypy", *plot]
+lint = ["ruff", "mypy"]
+test = ["pytest", "pytest-cov", "coverage>=7.10", "hypothesis", "transformers", *lint, *plot]
 
 setup(
     name="llama",
