@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llama import Llama, LlamaError, compiled
-from llama.compiled import bucket_lengths
+from llama import Llama, LlamaError, compiled, layers
+from llama.compiled import bucket_lengths, require_compiler
+from llama.generation import STORIES
 
 PROMPTS = ["Once upon a time", "Lily and Ben went to the park and saw", "The dog"]
 
 
-def build(**options: Any) -> Llama:
-    options = {"dtype": "float32", "max_seq_len": 96, "max_batch_size": 3, **options}
-    return Llama.build(verbose=False, **options)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of the shipped model: the time goes into the compiler, once for each layer."""
+    folder = shutil.copytree(STORIES, tmp_path_factory.mktemp("compile") / "m")
+    params = json.loads((folder / "params.json").read_text())
+    (folder / "params.json").write_text(json.dumps({**params, "n_layers": 2}))
+    weights = torch.load(folder / "consolidated.00.pth", weights_only=True)
+    kept = ("layers.0.", "layers.1.", "norm", "tok_embeddings", "output")
+    weights = {name: tensor for name, tensor in weights.items() if name.startswith(kept)}
+    torch.save(weights, folder / "consolidated.00.pth")
+    return folder
+
+
+def build(folder: Path, **options: Any) -> Llama:
+    sizes = {"dtype": "float32", "max_seq_len": 96, "max_batch_size": 3, "verbose": False}
+    return Llama.build(folder, **{**sizes, **options})
 
 
 def graphs() -> int:
@@ -34,9 +51,10 @@ def answers(llama: Llama, temperature: float) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counters.clear()
+    monkeypatch.setattr(layers, "SMALL", 0)  # as with a model of a usual size
 
 
 @pytest.mark.parametrize(
@@ -49,16 +67,17 @@ def fresh_compiler() -> None:
     ids=["plain", "int4", "window"],
 )
 def test_answers_are_those_of_the_model_and_nothing_is_compiled_after_build(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "SHORTEST", 48)
     # Sums in another order differ in the seventh digit. Where something is rounded to 8 bits, that
     # may tip a number over, which greedy answers bear, and a draw among many tokens does not.
     temperature = 0 if options else 0.8
-    with build(**options) as llama:
+    with build(folder, **options) as llama:
         expected = answers(llama, temperature)
-    with build(**options, compile=True) as llama:
+    with build(folder, **options, compile=True) as llama:
         assert llama.cache().tokens == []
+        assert not any(b.any() for a in llama.model.attentions for b in a.buffers(recurse=False))
         n_graphs, buckets = graphs(), bucket_lengths(llama.model.params.n_slots)
         assert n_graphs == 2 * len(buckets)
         assert answers(llama, temperature) == expected
@@ -67,8 +86,8 @@ def test_answers_are_those_of_the_model_and_nothing_is_compiled_after_build(
         assert graphs() == n_graphs  # the model itself is as it was
 
 
-def test_a_dtype_without_fast_products_is_compiled_too() -> None:
-    with build(dtype="float16", compile=True) as llama:
+def test_a_dtype_without_fast_products_is_compiled_too(folder: Path) -> None:
+    with build(folder, dtype="float16", compile=True) as llama:
         n_graphs = graphs()
         for n in (1, 2, 3):
             llama.text_completion(PROMPTS[:n], temperature=0, max_gen_len=5)
@@ -76,9 +95,12 @@ def test_a_dtype_without_fast_products_is_compiled_too() -> None:
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2])
-def test_small_batches_are_compiled_too(max_batch_size: int) -> None:
-    with build(max_batch_size=max_batch_size, compile=True) as llama:
+def test_small_batches_are_compiled_too_and_build_says_so(
+    max_batch_size: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with build(folder, max_batch_size=max_batch_size, compile=True, verbose=True) as llama:
         assert graphs() == max_batch_size
+        assert "Compiled the decoding step in" in capsys.readouterr().out
         llama.text_completion(PROMPTS[:max_batch_size], temperature=0, max_gen_len=5)
         assert graphs() == max_batch_size
 
@@ -89,12 +111,9 @@ def test_nothing_is_compiled_without_being_asked_for(llama: Llama) -> None:
     assert graphs() == before
 
 
-def test_build_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
-    Llama.build(max_seq_len=32, max_batch_size=1, compile=True).close()
-    assert "Compiled the decoding step in" in capsys.readouterr().out
-
-
-def test_a_missing_compiler_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_told_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._inductor import cpp_builder, exc
 
     def missing() -> str:
@@ -102,10 +121,35 @@ def test_a_missing_compiler_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(LlamaError, match=r"compile=True on cpu needs a C\+\+ compiler"):
-        build(compile=True)
+        build(folder, compile=True)
 
 
 def test_buckets_double_up_to_the_cache() -> None:
     assert bucket_lengths(100) == [100]
     assert bucket_lengths(512) == [512]
     assert bucket_lengths(1300) == [512, 1024, 1300]
+
+
+def test_a_device_that_nothing_can_compile_for_is_told_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.utils import _triton
+
+    monkeypatch.setattr(_triton, "has_triton", lambda: False)
+    for device, needed in (("cuda", "triton"), ("mps", "a CPU or a CUDA device")):
+        with pytest.raises(LlamaError, match=rf"compile=True on {device} needs {needed}: install"):
+            require_compiler(torch.device(device))
+    monkeypatch.setattr(_triton, "has_triton", lambda: True)
+    require_compiler(torch.device("cuda"))
+
+
+def test_a_compiler_that_fails_is_told_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no space left on the device")
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compile(model, backend=broken))
+    with pytest.raises(LlamaError, match=r"compiler for cpu failed \(.*no space left"):
+        build(folder, compile=True)
