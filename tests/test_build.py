@@ -15,7 +15,7 @@ import torch
 from conftest import GOLDEN
 
 import llama as package
-from llama import Llama, LlamaError
+from llama import Llama, LlamaError, runtime
 from llama.generation import STORIES
 
 ROOT = Path(package.__file__).parent.parent
@@ -100,7 +100,11 @@ for call in (lambda: llama.generate([[5] * 17]), lambda: llama.generate([[5]] * 
     )
 
 
-def test_a_second_build_leaves_the_first_one_alone() -> None:
+def test_a_second_build_in_one_process_leaves_the_first_one_alone() -> None:
+    def defaults() -> tuple:
+        return torch.get_default_dtype(), torch.get_default_device(), torch.get_rng_state().tolist()
+
+    before = defaults()
     with Llama.build(max_seq_len=64, verbose=False) as first:
         prompt = [[1, 387, 391]]
         expected = first.generate(prompt, 20, temperature=0)
@@ -112,6 +116,7 @@ def test_a_second_build_leaves_the_first_one_alone() -> None:
         assert third.generate(prompt, 20, temperature=0) == expected
         third.close()
         assert first.generate(prompt, 20, temperature=0) == expected
+    assert defaults() == before
 
 
 def test_a_closed_instance_says_so_and_may_be_closed_again() -> None:
@@ -194,6 +199,8 @@ BAD_BUILDS: list[tuple[str, Callable[[], object]]] = [
     (r"'abacus' is unknown", lambda: Llama.build(device="abacus")),
     (r"seed 1\.5", lambda: Llama.build(seed=1.5)),
     (r"is not a file", lambda: Llama.build(tokenizer_path="nowhere")),
+    (r"kv_cache_dtype 'int4'", lambda: Llama.build(kv_cache_dtype="int4")),
+    (r"timeout_s 0", lambda: Llama.build(timeout_s=0)),
 ]
 
 
@@ -201,9 +208,11 @@ BAD_BUILDS: list[tuple[str, Callable[[], object]]] = [
 def test_a_build_that_cannot_be_is_refused_in_one_sentence(
     message: str, build: Callable[[], object]
 ) -> None:
+    users = set(runtime._users)
     with pytest.raises(LlamaError, match=message) as caught:
         build()
     assert "\n" not in str(caught.value)
+    assert runtime._users == users, "it has kept the process groups for itself"
     Llama.build(max_seq_len=16, verbose=False).close()
 
 

@@ -330,6 +330,25 @@ def test_a_ring_that_has_turned_is_restored_only_into_one_of_its_size(tmp_path: 
         larger.load_cache(tmp_path / "cache")
 
 
+def test_a_save_that_fails_half_way_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(tensors: dict, file: Path, metadata: dict) -> None:
+        file.write_bytes(b"half")
+        raise OSError("no space left on the device")
+
+    with built() as llama:
+        llama.generate([PROMPT], 0)
+        llama.save_cache(tmp_path / "cache")
+        monkeypatch.setattr(cache_file, "save_file", fill_the_disk)
+        with pytest.raises(LlamaError, match=r"cache cannot be written: no space left"):
+            llama.save_cache(tmp_path / "cache")
+        llama.reset()
+        llama.load_cache(tmp_path / "cache")
+        assert llama.cache().tokens == PROMPT
+    assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("saved") / "cache.safetensors"

@@ -20,7 +20,7 @@ from conftest import ATOL, GOLDEN
 from fairscale.nn.model_parallel import initialize as groups
 from safetensors.torch import load_file, save_file
 
-from llama import Llama, LlamaError, Tokenizer
+from llama import Llama, LlamaError
 from llama import checkpoint as checkpoints
 from llama.checkpoint import (
     Checkpoint,
@@ -30,7 +30,7 @@ from llama.checkpoint import (
     require_room,
     require_split,
 )
-from llama.config import read_config
+from llama.config import read_config, read_params
 from llama.files import looks_like
 from llama.generation import STORIES
 from llama.model import ModelArgs, Transformer
@@ -112,6 +112,21 @@ def test_both_dialects_of_rope_scaling_are_understood(
     assert (params["rope_theta"], params.get("rope_scaling", {})) == (5e5, scaling)
 
 
+def test_what_a_config_leaves_out_is_what_transformers_takes_for_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    for model_type in ("llama", "mistral"):
+        hf_model().config.save_pretrained(tmp_path)
+        gone = dict.fromkeys(["rms_norm_eps", "rope_parameters", "num_key_value_heads"])
+        rewrite(tmp_path / "config.json", model_type=model_type, architectures=None, **gone)
+        theirs = AutoConfig.from_pretrained(tmp_path)
+        params = ModelArgs(**read_config(tmp_path / "config.json").params)
+        assert params.norm_eps == theirs.rms_norm_eps
+        assert params.kv_heads == theirs.num_key_value_heads
+        assert params.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert params.sliding_window == getattr(theirs, "sliding_window", None)
+
+
 def test_of_two_rope_scalings_the_one_counts_that_transformers_takes(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
@@ -137,6 +152,17 @@ def test_params_json_names_its_rope_scaling(params: dict, expected: Any, tmp_pat
     checkpoint = open_checkpoint(folder)
     assert checkpoint.args.rope_scaling == expected
     assert (checkpoint.args.rope_theta, checkpoint.context) == (5e5, 2048)
+
+
+@pytest.mark.parametrize(
+    ("dim", "n_layers", "factor"), [(4096, 32, 8.0), (2048, 16, 32.0), (3072, 28, 32.0)]
+)
+def test_the_small_models_of_llama_3_2_have_a_rope_factor_of_their_own(
+    dim: int, n_layers: int, factor: float, tmp_path: Path
+) -> None:
+    written = {"dim": dim, "n_layers": n_layers, "n_heads": 32, "use_scaled_rope": True}
+    (tmp_path / "params.json").write_text(json.dumps(written))
+    assert read_params(tmp_path / "params.json").params["rope_scaling"]["factor"] == factor
 
 
 def test_meta_folders_of_every_kind_hold_the_same_model(tmp_path: Path) -> None:
@@ -211,7 +237,7 @@ def pairings(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_number_of_shards_on_any_number_of_ranks_gives_equal_logits(
+def test_the_shard_count_is_not_the_process_count_and_every_pairing_gives_equal_logits(
     ranks: int, pairings: list, tmp_path: Path
 ) -> None:
     context = mp.start_processes(
@@ -301,14 +327,6 @@ def test_a_bar_is_shown_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
 # Bad input
 
 
-def cut(file: str, keep: float = 0.7) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        content = (folder / file).read_bytes()
-        (folder / file).write_bytes(content[: int(len(content) * keep)])
-
-    return damage
-
-
 def put(file: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / file).write_bytes(content) and None
 
@@ -331,11 +349,6 @@ HTML = b"<!DOCTYPE html>\n<html><body>Access denied</body></html>"
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (
-            cut("consolidated.01.pth"),
-            r"consolidated.01.pth is truncated or damaged at [\d,]+ bytes",
-        ),
-        (cut("consolidated.01.pth", 0.0), r"consolidated.01.pth is an empty file"),
         (put("consolidated.00.pth", LFS), r"consolidated.00.pth is a git-lfs pointer"),
         (put("consolidated.00.pth", HTML), r"consolidated.00.pth is an HTML page"),
         (put("params.json", HTML), r"params.json is an HTML page"),
@@ -426,11 +439,18 @@ def edit_hf(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut(SECOND), rf"{SECOND} is truncated or damaged at [\d,]+ bytes"),
         (put(SECOND, LFS), rf"{SECOND} is a git-lfs pointer"),
         (put(SECOND, pickle.dumps([1])), rf"{SECOND} is a pickle and not a safetensors file"),
         (lambda f: (f / SECOND).unlink(), rf"{SECOND} is missing"),
         (lambda f: (f / "model.safetensors.index.json").unlink(), r"index.json is missing"),
+        (
+            lambda f: rewrite(f / "model.safetensors.index.json", weight_map={}),
+            r"model.safetensors.index.json has no weight_map: download it again",
+        ),
+        (
+            lambda f: [file.unlink() for file in f.glob("model*")],
+            r"hf has a config.json and no weights: download model.safetensors too",
+        ),
         (
             lambda f: shutil.copyfile(f / SECOND, f / "model-00003-of-00006.safetensors"),
             rf".* is in {SECOND}, model-00003-of-00006.safetensors of .*: it must be in 1 file",
@@ -455,6 +475,27 @@ def test_a_damaged_hugging_face_folder_is_refused_in_a_sentence(
     with pytest.raises(LlamaError, match=said) as caught:
         open_checkpoint(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "keep", "said"),
+    [
+        ("consolidated.01.pth", 0.7, r"is truncated or damaged at [\d,]+ bytes: download it again"),
+        ("consolidated.01.pth", 0.0, r"is an empty file"),
+        (SECOND, 0.7, r"is truncated or damaged at [\d,]+ bytes: download it again"),
+        (SECOND, 0.0, r"is an empty file"),
+    ],
+)
+def test_a_partial_download_is_named_and_said_to_be_truncated(
+    file: str, keep: float, said: str, hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_meta(tmp_path / "meta", shards=2)
+    if file == SECOND:
+        folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(LlamaError, match=rf"{file} {said}"):
+        Llama.build(folder, TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -527,6 +568,35 @@ def test_what_is_no_plain_tensor_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("content", "held"),
+    [({"model": {}, "optimizer": {}}, "model, optimizer"), ([torch.ones(1)], "list")],
+)
+def test_a_file_that_holds_more_than_tensors_is_told_what_to_save(
+    content: Any, held: str, tmp_path: Path
+) -> None:
+    folder = write_meta(tmp_path / "m")
+    torch.save(content, folder / "consolidated.00.pth")
+    with pytest.raises(LlamaError, match=rf"holds {held} and not tensors alone: save the state"):
+        open_checkpoint(folder)
+
+
+def test_a_file_that_the_disk_does_not_give_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_meta(tmp_path / "m")
+
+    def broken(path: Path, *_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("llama.files.looks_like", broken)
+    with pytest.raises(LlamaError, match=r"consolidated.00.pth cannot be read: Input/output error"):
+        open_checkpoint(folder)
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(LlamaError, match=r"params.json cannot be read: Input/output error"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("dim", 10**400),
@@ -583,28 +653,6 @@ def test_ranks_that_cannot_share_the_model_are_refused() -> None:
         require_split(args, 4)
     with pytest.raises(LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2$"):
         require_split(args, 8)
-
-
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (HTML, "an HTML page"),
-        (LFS, "a git-lfs pointer"),
-        (b'{\n  "version": "1.0"}', "JSON"),
-        (b"IQ== 0\nIg== 1\nIw== 2\n", "a tiktoken file"),
-        (b"", "an empty file"),
-        (bytes(4096), "a file of zeros"),
-        (b"Entry not found", "plain text"),
-    ],
-)
-def test_a_wrong_file_in_the_tokenizers_place_is_named(
-    content: bytes, what: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "tokenizer.model"
-    file.write_bytes(content)
-    assert str(looks_like(file)).startswith(what)
-    with pytest.raises(LlamaError, match=rf"tokenizer.model' is {what}"):
-        Tokenizer(file)
 
 
 def test_a_right_file_in_the_tokenizers_place_looks_like_nothing_else() -> None:

@@ -48,6 +48,11 @@ def test_meta_to_hugging_face_and_back_is_bit_equal(shards: int, tmp_path: Path)
     scaling = {"rope_type": "linear", "factor": 2.0}
     src = write_meta(tmp_path / "a", shards=shards, rope_theta=5e5, rope_scaling=scaling)
     convert(src, tmp_path / "hf", to="hf", shards=3)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    written = tensors_of(tmp_path / "hf")
+    assert index["weight_map"] == {name: file for file in written for name in written[file]}
+    sizes = [tensor.nbytes for tensors in written.values() for tensor in tensors.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
     convert(tmp_path / "hf", tmp_path / "b", to="meta", shards=shards)
     assert same(tensors_of(src), tensors_of(tmp_path / "b"))
     assert open_checkpoint(src).args == open_checkpoint(tmp_path / "b").args
@@ -358,13 +363,16 @@ def test_the_command_line_inspects_and_converts(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_a_signal_to_end_removes_what_is_half_written(
     name: str, status: int, tmp_path: Path
 ) -> None:
     src = write_meta(tmp_path / "src")
     ended = (
-        f"import signal, sys, torch; torch.save = lambda *_: signal.raise_signal(signal.{name});"
+        # As at a terminal, also where the tests run under nohup or in the background.
+        "import signal, sys, torch; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"torch.save = lambda *_: signal.raise_signal(signal.{name});"
         "sys.argv[0] = 'llama'; import llama.__main__ as command; command.main()"
     )
     done = python("-c", ended, "convert", src, tmp_path / "dst", "--to", "meta")

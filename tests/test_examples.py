@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llama import Llama
+from llama import Llama, terminal
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def test_a_chat_that_does_not_fit_says_so_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
-def test_a_terminal_that_lacks_a_character_gets_a_substitute(encoding: str) -> None:
+def test_curly_quotes_get_a_substitute_under_a_terminal_that_lacks_them(encoding: str) -> None:
     code = (
         "import sys, example_text_completion as e, llama.terminal as t\n"
         "e.STORY_PROMPTS = ['\\u201cHi\\u201d \\u4f60']\n"
@@ -202,7 +202,17 @@ def test_an_example_runs_where_the_output_is_no_terminal_at_all() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_pasted_backslash_is_recognised() -> None:
+def test_a_command_runs_without_any_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program without a console does on Windows."""
+    called = []
+    monkeypatch.setattr(sys, "argv", ["command", "--x", "5"])
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    terminal.run(lambda x: called.append(x))
+    assert called == [5]
+
+
+def test_a_command_pasted_as_one_line_is_told_of_its_backslash() -> None:
     """`... example_text_completion.py \\ --ckpt_dir DIR` on one line."""
     done = run("example_text_completion.py", " --ckpt_dir", "llama-2-7b/")
     assert done.returncode != 0

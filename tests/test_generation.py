@@ -52,7 +52,7 @@ def passes(llama: Llama, monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 
 @pytest.mark.parametrize("max_gen_len", [64, 1])
-def test_the_limit_is_each_prompts_own(
+def test_limits_are_each_prompts_own(
     llama: Llama, monkeypatch: pytest.MonkeyPatch, max_gen_len: int
 ) -> None:
     no_eos(llama, monkeypatch)
@@ -64,7 +64,7 @@ def test_the_limit_is_each_prompts_own(
         assert llama.generate([prompt], max_gen_len, temperature=0)[0] == [tokens]
 
 
-def test_the_cache_limits_each_prompt_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_by_the_cache_are_each_prompts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with Llama.build(max_seq_len=20, max_batch_size=2, verbose=False) as llama:
         no_eos(llama, monkeypatch)
         prompts = [list(range(300, 308)), list(range(400, 413))]
@@ -82,7 +82,9 @@ def test_a_ragged_batch_takes_one_prefill_and_as_many_steps_as_the_longest_answe
     assert passes.shapes == [(2, 400)] + [(2, 1)] * 19
 
 
-def test_a_prompt_that_fills_the_cache_is_scored_and_nothing_is_generated(llama: Llama) -> None:
+def test_logprobs_when_nothing_is_generated_are_those_of_a_prompt_that_fills_the_cache(
+    llama: Llama,
+) -> None:
     ids = [1, *torch.randint(3, 1000, (511,), generator=torch.Generator().manual_seed(2)).tolist()]
     tokens, logprobs = llama.generate([ids], 5, logprobs=True, echo=True)
     assert tokens == [ids]
@@ -145,18 +147,23 @@ def test_rows_end_one_by_one_and_the_loop_ends_with_the_last(llama: Llama, passe
     assert len(passes.shapes) == 1 + min(max(first), 39)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_more_prompts_than_rows_are_answered_in_batches(llama: Llama, batch: int) -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_six_dialogs_are_answered_in_batches_of_max_batch_size(
+    llama: Llama, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dialogs = [[{"role": "user", "content": f"Tell me a story about a {x}."}] for x in "abcdef"]
     expected = llama.chat_completion(dialogs, temperature=0, max_gen_len=10)
     with Llama.build(max_seq_len=64, max_batch_size=batch, verbose=False) as small:
+        passes = Passes(small, monkeypatch)
         assert small.chat_completion(dialogs, temperature=0, max_gen_len=10) == expected
-        prompts = [f"The {x}" for x in "abcd"]
+        prefills = [rows for rows, width in passes.shapes if width > 1]
+        assert prefills == ([4, 2] if batch == 4 else [1] * 6)
+        prompts = [f"The {x}" for x in "abcdefg"]
         answers = small.text_completion(prompts, temperature=0, max_gen_len=5)
         assert answers == llama.text_completion(prompts, temperature=0, max_gen_len=5)
 
 
-def test_a_tagged_dialog_is_refused_alone_and_the_others_are_unchanged(
+def test_one_tagged_dialog_among_three_is_refused_and_the_others_are_unchanged(
     llama: Llama, passes: Passes
 ) -> None:
     good = [
@@ -234,6 +241,20 @@ def test_weights_written_between_calls_are_not_answered_from_the_old_cache(fresh
     assert fresh.generate(prompts, 20, temperature=0, logprobs=True)[0] == changed[0]
 
 
+def test_weights_whose_writes_torch_does_not_count_are_read_anew_each_time(
+    fresh: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = encoded(fresh, PROMPTS[1])
+    expected = fresh.generate(prompts, 5, temperature=0)
+    with torch.inference_mode():
+        weight = fresh.model.norm.weight.clone()
+    fresh.model.norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    passes = Passes(fresh, monkeypatch)
+    for _ in range(2):
+        assert fresh.generate(prompts, 5, temperature=0) == expected
+    assert [width for _, width in passes.shapes] == [len(prompts[0]), 1, 1, 1, 1] * 2
+
+
 def test_garbage_in_every_stale_slot_is_never_seen(llama: Llama) -> None:
     prompts = encoded(llama, *PROMPTS)
     llama.reset()
@@ -249,18 +270,20 @@ def test_garbage_in_every_stale_slot_is_never_seen(llama: Llama) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-40, 5e-324])
-def test_a_tiny_temperature_is_the_most_likely_token(llama: Llama, temperature: float) -> None:
+def test_an_edge_value_of_temperature_is_the_most_likely_token(
+    llama: Llama, temperature: float
+) -> None:
     prompts = encoded(llama, *PROMPTS)
     assert llama.generate(prompts, 20, temperature) == llama.generate(prompts, 20, 0)
 
 
 @pytest.mark.parametrize("top_p", [0, 1e-4])
-def test_a_tiny_top_p_is_the_most_likely_token(llama: Llama, top_p: float) -> None:
+def test_an_edge_value_of_top_p_is_the_most_likely_token(llama: Llama, top_p: float) -> None:
     prompts = encoded(llama, *PROMPTS)
     assert llama.generate(prompts, 20, 1.0, top_p) == llama.generate(prompts, 20, 0)
 
 
-def test_top_p_1_keeps_every_token(llama: Llama) -> None:
+def test_an_edge_value_of_top_p_1_keeps_every_token(llama: Llama) -> None:
     tokens, _ = llama.generate(encoded(llama, *PROMPTS), 60, temperature=50.0, top_p=1.0, seed=1)
     assert len({token for row in tokens for token in row}) > 100
 
@@ -272,6 +295,7 @@ def test_a_seed_of_a_call_leaves_the_instances_draws_alone(llama: Llama) -> None
     assert llama.generate(prompts, 20, seed=5) == a
     assert torch.equal(llama._generator.get_state(), state)
     assert llama.generate(prompts, 20, seed=6) != a
+    assert llama.generate(prompts, 20, seed=0) == llama.generate(prompts, 20, seed=0)
     assert not torch.equal((llama.generate(prompts, 20), llama._generator.get_state())[1], state)
 
 
@@ -365,8 +389,9 @@ def test_logits_that_are_not_finite_are_named_and_leave_no_trace(fresh: Llama) -
         (float("nan"), {"logprobs": True, "echo": True, "max_gen_len": 0}),
     ]:
         weight.fill_(poison)
+        # The longest one first, so that it poisons slots of row 0 that are not written again.
         with pytest.raises(LlamaError, match=r"not finite.*dtype"):
-            fresh.generate(prompts, **options)
+            fresh.generate(prompts[1:] + prompts[:1], **options)
         weight.copy_(kept)
         assert fresh.generate(prompts, 10, temperature=0) == expected
 

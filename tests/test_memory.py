@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_an_option_without_meaning_is_refused(options, message) -> None:
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), (7, 7), ("7B", 7), ("2kB", 2000)],
+    [("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), (7, 7), ("7B", 7), ("1.001kB", 1001)],
 )
 def test_a_size_is_read_with_any_unit(text, n_bytes) -> None:
     assert parse_bytes(text) == n_bytes
@@ -108,6 +109,14 @@ def test_quantized_weights_take_what_an_instance_has(kind: str, capsys) -> None:
         pytest.skip(str(error))  # no group divides the shipped model's rows
     memory(str(STORIES), quantize=kind, dtype="float32")
     assert lines(capsys)[f"weights, {kind}"] == format_bytes(n_bytes)
+
+
+def test_a_plot_without_matplotlib_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LlamaError, match="a plot needs matplotlib: pip install matplotlib"):
+        memory("llama-2-7b", plot=str(tmp_path / "x.png"))
 
 
 def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:

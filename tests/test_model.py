@@ -31,7 +31,7 @@ def fill_cache(model: Transformer, value: float) -> None:
         layer.attention.cache_v.fill_(value)
 
 
-def test_a_prompt_in_chunks_and_in_single_steps_gives_the_logits_of_one_pass(llama: Llama) -> None:
+def test_a_chunked_prefill_and_single_steps_give_the_logits_of_one_pass(llama: Llama) -> None:
     model = llama.model
     whole = model(TOKENS, 0)
     fill_cache(model, 1e4)
@@ -146,7 +146,9 @@ def test_the_norm_and_the_feed_forward_are_the_written_out_formulas(llama: Llama
     norm.weight.copy_(torch.rand(160))
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
     close(norm(x), expected, atol=1e-6)
-    assert norm.half()(x.half()).dtype == torch.float16
+    half = norm.half()(300 * torch.ones(1, 160).half())  # of which the square is beyond float16
+    assert half.dtype == torch.float16
+    assert torch.equal(half[0], norm.weight)
     feed_forward = FeedForward(dim=160, hidden_dim=640, multiple_of=32, ffn_dim_multiplier=None)
     w1, w2, w3 = (getattr(feed_forward, name) for name in ("w1", "w2", "w3"))
     assert w1.weight.shape == (448, 160)  # 2/3 of 640 is 426, and 448 the next multiple of 32

@@ -75,6 +75,23 @@ def test_a_weight_is_off_by_half_a_step_at_most(kind: str, k: int) -> None:
     assert (wide[3] == 0).all()
 
 
+@pytest.mark.parametrize(("k", "group"), [(384, 128), (192, 64), (96, 32)])
+def test_a_group_is_the_largest_that_divides_a_row(k: int, group: int) -> None:
+    assert quantize.group_size(k) == group
+
+
+def test_a_weight_of_several_tiles_is_quantized_as_if_it_were_one(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(160, 64)
+    whole, product = quantize.quantize("w", weight, kind), layer(weight, kind, "cpu")
+    monkeypatch.setattr(quantize, "TILE_ROWS", 64)  # of ATen's blocks for int4, too
+    tiles = quantize.quantize("w", weight, kind)
+    assert all(torch.equal(a, b) for a, b in zip(tiles, whole, strict=True))
+    x = torch.randn(3, 64)
+    assert torch.equal(layer(weight, kind, "cpu")(x), product(x))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_every_form_multiplies_with_the_weight_that_it_stands_for(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch

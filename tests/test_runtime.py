@@ -11,6 +11,8 @@ import torch
 from spawn import Run, python
 
 from llama import LlamaError, runtime
+from llama.checkpoint import require_room
+from llama.model import ModelArgs
 from llama.runtime import CONNECT_S, available_bytes, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -122,6 +124,26 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert available_bytes(CPU) == 7_000_000  # what the kernel can drop is not in use
 
 
+def test_the_memory_of_a_gpu_is_what_its_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 + device.index, 99))
+    assert available_bytes(torch.device("cuda", 2)) == 7
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 50)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 8)
+    assert available_bytes(torch.device("mps")) == 42
+
+
+def test_where_nobody_tells_the_memory_nothing_is_refused_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(word: str, file: Path) -> int:
+        raise FileNotFoundError(file)
+
+    monkeypatch.setattr(runtime, "_number", missing)
+    assert available_bytes(CPU) is None
+    huge = ModelArgs(vocab_size=32000, max_seq_len=2**40)
+    require_room(huge, device=CPU, dtype=torch.float32)
+
+
 def test_a_process_alone_listens_on_loopback_only_and_leaves_all_as_it_was() -> None:
     run = ok(
         python(
@@ -216,21 +238,27 @@ teardown(runtime)
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (
-            2,
-            "model_parallel_size 2 needs as many processes, and this run has 1: start with",
-        ),
-        (0, "model_parallel_size 0: it must be a whole number from 1 to"),
-        ("2", "model_parallel_size '2': it must be a whole number from 1 to"),
-    ],
-)
-def test_an_impossible_model_parallel_size_is_refused(size: object, message: str) -> None:
-    run = python(f"from llama.runtime import setup; setup(model_parallel_size={size!r})")
-    assert run.returncode == 1
-    assert message in run.stderr.splitlines()[-1]
+def test_an_impossible_model_parallel_size_is_refused_and_leaves_no_group() -> None:
+    run = ok(
+        python(
+            """
+import torch.distributed as dist
+from llama.runtime import LlamaError, setup
+for size in (2, 0, "2"):
+    try:
+        setup(model_parallel_size=size)
+    except LlamaError as error:
+        print(error)
+    assert not dist.is_initialized()
+"""
+        )
+    )
+    sentences = run.stdout.splitlines()
+    assert sentences[0].startswith(
+        "model_parallel_size 2 needs as many processes, and this run has 1: start with"
+    )
+    assert sentences[1].startswith("model_parallel_size 0: it must be a whole number from 1 to")
+    assert sentences[2].startswith("model_parallel_size '2': it must be a whole number from 1 to")
 
 
 @pytest.mark.parametrize(

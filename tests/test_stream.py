@@ -89,23 +89,22 @@ def test_a_stop_string_stands_across_tokens(llama: Llama) -> None:
     assert "".join(pieces) == free[: free.index(stop[0])]
 
 
-def test_a_text_of_bytes_streams_as_whole_characters(
+def test_pieces_and_tokens_join_to_the_text_without_a_lost_space_or_a_broken_character(
     llama: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the model says: its tokens are exchanged for those of this text."""
-    text = "Dear [Name], 你好 🙂 I hope\nthis finds  you well."
-    ids = iter(llama.tokenizer.encode(text))
-    decode = llama._decode
-
-    def scripted(*args: object, **kwargs: object) -> Generator:
-        for _ in decode(*args, **kwargs):
-            yield [next(ids)]
-
-    monkeypatch.setattr(llama, "_decode", scripted)
-    n = len(llama.tokenizer.encode(text))
-    pieces, result = drain(llama.stream_text("a", temperature=5.0, max_gen_len=n, seed=1))
+    text = "Dear [Name], I hope this email finds you well.\n你好 🙂  and two spaces"
+    ids = llama.tokenizer.encode(text)
+    assert any(llama.tokenizer.sp_model.is_byte(i) for i in ids)
+    script = iter(ids * 2)
+    monkeypatch.setattr(
+        "llama.sampling.sample", lambda logits, *_: torch.tensor([next(script)] * len(logits))
+    )
+    pieces, result = drain(llama.stream_text("a", max_gen_len=len(ids)))
     assert "".join(pieces) == result["generation"] == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    [prediction] = llama.text_completion(["a"], max_gen_len=len(ids), logprobs=True)
+    assert "".join(prediction["tokens"]) == prediction["generation"] == text
+    assert not any("\ufffd" in piece for piece in pieces + prediction["tokens"])
 
 
 def test_an_unsafe_dialog_streams_the_refusal(llama: Llama) -> None:

@@ -78,21 +78,23 @@ def test_an_id_without_a_piece_is_refused() -> None:
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"<!DOCTYPE html><html><body>Access denied</body></html>", "HTML"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 499723\n", "git-lfs"),
-        (b'{"version": "1.0", "model": {}}', "JSON"),
-        (b"IQ== 0\nIg== 1\nIw== 2\n", "tiktoken"),
-        (b"", "empty"),
+        (b"<!DOCTYPE html><html><body>Access denied</body></html>", "an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a git-lfs pointer"),
+        (b'{\n  "version": "1.0", "model": {}}', "JSON"),
+        (b"IQ== 0\nIg== 1\nIw== 2\n", "a tiktoken file"),
+        (b"", "an empty file"),
+        (bytes(4096), "a file of zeros"),
+        (b"Entry not found", "plain text"),
         (b"\x00\x01\x02garbage", "not a SentencePiece model"),
-        ((STORIES / "tokenizer.model").read_bytes()[:5000], "damaged"),
+        ((STORIES / "tokenizer.model").read_bytes()[:5000], "not a SentencePiece model, or a dam"),
     ],
 )
-def test_a_wrong_file_in_the_tokenizers_place_is_named(
+def test_a_wrong_file_where_the_tokenizer_should_be_is_said_what_it_looks_like(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
-    with pytest.raises(LlamaError, match=found):
+    with pytest.raises(LlamaError, match=rf"tokenizer.model' is {found}"):
         Tokenizer(path)
 
 
@@ -127,6 +129,7 @@ def test_a_stop_string_is_found_across_pieces_and_nothing_before_it_is_lost(
 
 
 @settings(max_examples=200, deadline=None)
+@example([], TOKENIZER.encode("你")[:-1], [])  # ends within a character, and nothing is generated
 @given(
     st.lists(st.integers(3, 1023), max_size=12),
     st.lists(st.integers(3, 1023), max_size=6),

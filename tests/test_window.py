@@ -208,6 +208,13 @@ def test_after_an_error_in_the_middle_a_ring_is_read_anew(
             with pytest.raises(ZeroDivisionError):
                 llama.generate([longer], 5)
         assert llama.generate([prompt[:4]], 5, temperature=0)[0] == expected
+        llama.generate([prompt], 0)
+        with monkeypatch.context() as patch:
+            # The ring has turned, and the record of it does not follow.
+            patch.setattr(llama._record, "extend", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llama.generate([longer], 5)
+        assert llama.generate([prompt[:4]], 5, temperature=0)[0] == expected
 
 
 @pytest.mark.parametrize("window", [0, -4])
