@@ -30,7 +30,13 @@ class Run:
 class Started:
     """A command that runs; `wait` for it, or leave the `with` block to kill all of it."""
 
-    def __init__(self, command: Sequence[str | Path], stdin: str = "", **env: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        stdin: str = "",
+        cwd: Path | None = None,
+        **env: str,
+    ) -> None:
         self._mark = uuid.uuid4().hex
         inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
         own = {MARK: self._mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -40,6 +46,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=cwd,
             env=inherited | own | env,
         )
         self._stdin = stdin
@@ -66,9 +73,14 @@ class Started:
 
 
 def run(
-    command: Sequence[str | Path], *, timeout_s: float = 60, stdin: str = "", **env: str
+    command: Sequence[str | Path],
+    *,
+    timeout_s: float = 60,
+    stdin: str = "",
+    cwd: Path | None = None,
+    **env: str,
 ) -> Run:
-    with Started(command, stdin, **env) as started:
+    with Started(command, stdin, cwd, **env) as started:
         return started.wait(timeout_s)
 
 

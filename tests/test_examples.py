@@ -1,4 +1,4 @@
-"""The example scripts, as a newcomer runs them, and what the README shows of them."""
+"""The example scripts, as a newcomer runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from llama import Llama, terminal
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 RULER = "\n==================================\n"
 
 
@@ -34,15 +33,6 @@ def run(
     )
 
 
-def assert_shown(output: str, block: str) -> None:
-    """The README shows what comes out: up to `...`, and but for the seconds and line ends."""
-    lines = [re.sub(r"\d+\.\d\d seconds", "", line).rstrip() for line in output.splitlines()]
-    shown = [re.sub(r"\d+\.\d\d seconds", "", line).rstrip() for line in block.splitlines()]
-    if shown[-1] == "...":
-        lines, shown = lines[: len(shown) - 1], shown[:-1]
-    assert lines == shown
-
-
 def test_the_text_example_prints_each_prompt_and_its_continuation(llama: Llama) -> None:
     from example_text_completion import STORY_PROMPTS
 
@@ -53,29 +43,6 @@ def test_the_text_example_prints_each_prompt_and_its_continuation(llama: Llama) 
     answers = llama.text_completion(STORY_PROMPTS, temperature=0, max_gen_len=10)
     pairs = zip(STORY_PROMPTS, answers, strict=True)
     assert rest == "".join(f"{p}\n> {a['generation']}\n{RULER}\n" for p, a in pairs)
-
-
-def test_the_readmes_first_command_prints_what_the_readme_shows() -> None:
-    command = re.search(r"&& torchrun (--standalone .*)\n", README)[1].split()
-    done = run("-m", "torch.distributed.run", *command)
-    assert done.returncode == 0, done.stderr
-    block = re.search(r"```\n(Loaded in .*?)```", README, re.DOTALL)[1]
-    assert_shown(done.stdout, block)
-
-
-def test_the_readmes_python_prints_what_the_readme_shows(tmp_path: Path) -> None:
-    """One block after the other, as a reader types them in; `prints` stands before an output."""
-    pattern = r"```python\n(.*?)```(?:\n+prints\n+```\n(.*?)```)?"
-    blocks = re.findall(pattern, README, re.DOTALL)
-    assert len(blocks) >= 3
-    mark = "<end of a block>"
-    code = "".join(f"{code}\nprint({mark!r})\n" for code, _ in blocks)
-    done = run("-c", code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    outputs = done.stdout.split(mark + "\n")
-    for output, (_, block) in zip(outputs, blocks, strict=False):
-        if block:
-            assert_shown(output, block)
 
 
 def test_a_chat_over_a_pipe_answers_each_line_and_ends_with_the_input() -> None:
