@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -141,6 +142,16 @@ def test_none_means_the_default_and_arguments_go_by_position() -> None:
         assert llama.model.output.weight.dtype == torch.float32 or torch.cuda.is_available()
     with Llama.build(str(STORIES), str(STORIES / "tokenizer.model"), 16, 2, 1, 7) as llama:
         assert llama.model.params.max_seq_len == 16
+
+
+def test_ranks_compare_every_argument_that_has_to_be_the_same_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: dict[str, object] = {}
+    monkeypatch.setattr(runtime, "check_same", compared.update)
+    Llama.build(max_seq_len=16, max_batch_size=1, verbose=False).close()
+    own = {"ckpt_dir", "tokenizer_path", "device", "verbose"}  # of each machine
+    assert set(inspect.signature(Llama.build).parameters) - own <= set(compared)
 
 
 def test_an_instance_is_made_of_a_model_and_a_tokenizer() -> None:
