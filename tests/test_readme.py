@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ from spawn import ROOT, TORCHRUN, run
 
 from llama.convert import convert
 from llama.generation import STORIES
+from llama.kv_cache import format_bytes
+from llama.memory import Plan, architecture
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MARK = "<end of a block>"
@@ -170,3 +172,29 @@ def test_the_python_runs_and_prints_what_is_shown(place: Path) -> None:
     for block, output in zip(PYTHON, done.stdout.split(f"{MARK}\n"), strict=False):
         if block.shown is not None:
             assert_shown(output, block.shown)
+
+
+def row(label: str) -> list[str]:
+    """The cells of the README's table row that begins so."""
+    return [
+        cell.strip() for cell in re.search(rf"^\| {label}.*\|$", README, re.M)[0].split("|")[2:-1]
+    ]
+
+
+def test_the_tables_of_sizes_are_what_the_formulas_give() -> None:
+    def plan(model: str, length: int, ranks: int = 1) -> Plan:
+        return Plan(replace(architecture(model)[0], max_seq_len=length), ranks=ranks)
+
+    models = [("2-7b", 2**11), ("3.1-8b", 2**17), ("3.1-8b", 2**19), ("3.1-405b", 2**17)]
+    plans = [plan(f"llama-{model}", length) for model, length in models]
+    assert row("cache of one row, float16") == [format_bytes(p.cache_bytes) for p in plans]
+    ratios = [f"{p.cache_bytes / p.weights_bytes:.2f}" for p in plans]
+    assert row("against the weights") == ratios
+
+    shared = [("13b", 2), ("70b", 8), ("70b", 4)]
+    plans = [plan(f"llama-2-{model}", 4096, ranks) for model, ranks in shared]
+    assert row("holds weights")[1:] == [f"{p.weights_bytes / 1e9:.1f} GB" for p in plans]
+    per_position = row("holds of the cache, per position")[1:]
+    assert per_position == [f"{p.token_bytes / 1e3:.0f} kB" for p in plans]
+    whole = [plan(f"llama-2-{model}", 4096).weights_bytes / 1e9 for model in ("7b", "13b", "70b")]
+    assert "7B needs {:.1f} GB, 13B {:.0f} GB and 70B {:.0f} GB".format(*whole) in README
