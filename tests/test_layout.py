@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +65,16 @@ def test_everything_public_says_what_it_is(module: str) -> None:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{module}.{node.name}"
+
+
+def test_the_package_imports_what_it_requires_and_nothing_else() -> None:
+    required = set(re.findall(r"^\w+", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    plot = {"matplotlib"}  # an extra, which `python -m llama memory --plot` asks for by name
+    found: set[str] = set()
+    for tree in MODULES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+    assert found - set(sys.stdlib_module_names) - {"llama"} == required | plot
