@@ -111,7 +111,7 @@ def known_options() -> set[str]:
     commands: list[Callable[..., None]] = [*mains, *command_line.COMMANDS.values()]
     options = {f"--{name}" for main in commands for name in inspect.signature(main).parameters}
     for path, tree in TREES.items():
-        if path.parent.name == "benchmarks":
+        if path.parent == ROOT / "benchmarks":
             options |= {f"--{word}" for word in identifiers(tree)}
             strings = [str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)]
             options |= {s for s in strings if s.startswith("--")}
@@ -223,4 +223,4 @@ def test_the_readme_has_a_row_for_each_option_and_build_says_what_each_does(call
 def test_the_files_that_the_readme_lists_are_those_that_there_are() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^llama/(\w+)\.py ", readme, re.MULTILINE))
-    assert listed == {path.stem for path in FILES if path.parent.name == "llama"} - {"__init__"}
+    assert listed == {path.stem for path in FILES if path.parent == ROOT / "llama"} - {"__init__"}
