@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +82,27 @@ def test_the_package_imports_what_it_requires_and_nothing_else() -> None:
             elif isinstance(node, ast.ImportFrom):
                 found.add((node.module or "").partition(".")[0])
     assert found - set(sys.stdlib_module_names) - {"llama"} == required | plot
+
+
+def test_an_editable_install_is_found_in_the_folder_above_the_clone(tmp_path: Path) -> None:
+    """There Python sees the clone too, as a folder without code that is called llama."""
+    pytest.importorskip("setuptools", minversion="70.1", reason="it builds no wheel alone")
+    clone, site = tmp_path / "llama", tmp_path / "site"
+    (clone / "llama").mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, clone / name)
+    (clone / "llama" / "__init__.py").touch()
+    build = f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    find = f"import site; site.addsitedir({str(site)!r}); import llama"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{find}; print(llama.__file__)"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert Path(found.stdout.strip()) == clone / "llama" / "__init__.py"
