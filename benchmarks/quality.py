@@ -9,17 +9,18 @@ llama-cpp-python` reads it.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import tempfile
 from collections.abc import Iterator
+from json import dumps
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import fire
 import torch
+import torch.nn.functional as F
 from engines import Ours
+from speed import cpu_name
 from speed_weights import gguf_names
 
 from llama import Llama
@@ -74,7 +75,7 @@ def from_gguf(file: Path, folder: Path) -> None:
         weights[".".join([*(["layers", layer[0]] if layer else []), PLACES[ours[part]]])] = values
     weights.setdefault("output.weight", weights["tok_embeddings.weight"])
     torch.save(weights, folder / "consolidated.00.pth")
-    (folder / "params.json").write_text(json.dumps(params))
+    (folder / "params.json").write_text(dumps(params))
 
 
 # Where a part lies in a layer.
@@ -92,6 +93,21 @@ def logits_of(folder: Path, texts: list[list[int]], quantize: str | None) -> Ite
         yield model(torch.tensor([ids]), 0)[0]
 
 
+def distance(
+    texts: list[list[int]], exact: list[torch.Tensor], logits: Iterator[torch.Tensor]
+) -> dict[str, float]:
+    """Perplexity, and the root mean square of the differences of logits."""
+    losses, squares, count = 0.0, 0.0, 0
+    for ids, x, y in zip(texts, exact, logits, strict=True):
+        losses += F.cross_entropy(y[:-1], torch.tensor(ids[1:]), reduction="sum").item()
+        squares += (y - x).square().mean(-1).sum().item()
+        count += len(ids)
+    return {
+        "perplexity": math.exp(losses / (count - len(texts))),
+        "rms": math.sqrt(squares / count),
+    }
+
+
 def main(gguf: str | None = None, tokens: int = 8192) -> None:
     """Print a line for each kind; the last line is JSON."""
     with tempfile.TemporaryDirectory() as made:
@@ -102,22 +118,14 @@ def main(gguf: str | None = None, tokens: int = 8192) -> None:
             from_gguf(Path(gguf), folder)
             texts = help_texts(Path(gguf), tokens)
         exact = list(logits_of(folder, texts, None))
-        found = {}
-        for kind in (None, "int8", "int4"):
-            losses, squares, count = 0.0, 0.0, 0
-            for ids, x, logits in zip(texts, exact, logits_of(folder, texts, kind), strict=True):
-                targets = torch.tensor(ids[1:])
-                losses += torch.nn.functional.cross_entropy(logits[:-1], targets).item() * (
-                    len(targets)
-                )
-                squares += (logits - x).square().mean(-1).sum().item()
-                count += len(targets)
-            name = kind or "float32"
-            found[name] = {"perplexity": math.exp(losses / count), "rms": math.sqrt(squares / count)}
-            print(f"{name:8} perplexity {found[name]['perplexity']:.4f}  rms of logits' ", end="")
-            print(f"differences {found[name]['rms']:.4f}")
-    spread = torch.cat(exact).std().item()
-    print(json.dumps(found | {"tokens": count, "logits_std": spread, "cores": os.cpu_count()}))
+        found = {
+            kind or "float32": distance(texts, exact, logits_of(folder, texts, kind))
+            for kind in (None, "int8", "int4")
+        }
+    for kind, figures in found.items():
+        print(f"{kind:8}" + "".join(f"  {name} {value:.4f}" for name, value in figures.items()))
+    facts = {"tokens": sum(map(len, texts)), "logits_std": torch.cat(exact).std().item()}
+    print(dumps(found | facts | {"cpu": cpu_name()}))
 
 
 if __name__ == "__main__":
