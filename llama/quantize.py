@@ -3,7 +3,8 @@
 int8: a row of a weight (n, k), which makes one output, is whole numbers from -127 to 127 times a
 scale of its own, float32 (n,).
 int4: each group of a row's numbers is (code - 8) * step + middle with codes from 0 to 15, two in a
-byte (n, k / 2); steps and middles are bfloat16 (k / group, n, 2). Embeddings stay in int8.
+byte (n, k / 2); steps and middles are bfloat16 (k / group, n, 2). The output layer stays in int8:
+the embedding, which has its size, bears 4 bits better.
 
 A layer keeps such a weight as a module in the place of its parameter. On a CPU the products are
 those of FBGEMM (int8; x is rounded too, row by row, to 8 or 15 bits) and of ATen's packed int4;
@@ -99,9 +100,18 @@ def codes_of(values: torch.Tensor) -> torch.Tensor:
     return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
 
 
+def widen(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers (n, k) that values and scales of either kind stand for."""
+    if values.dtype == torch.int8:
+        return values * scales.to(dtype)[:, None]
+    step, middle = scales.to(dtype).transpose(0, 1)[..., None].unbind(2)  # (n, k / group, 1)
+    codes = codes_of(values).unflatten(1, (step.shape[1], -1)).to(dtype)
+    return ((codes - 8) * step + middle).flatten(1)
+
+
 def kind_of(name: str, kind: str) -> str:
     """What a parameter is kept in where the model is in `kind`."""
-    return "int8" if "embeddings" in name else kind
+    return "int8" if name == "output.weight" else kind
 
 
 def quantize(name: str, weight: torch.Tensor, kind: str) -> Parts:
@@ -130,10 +140,7 @@ def int8_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> 
 
 def int4_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The product where no kernel is known."""
-    codes = codes_of(values)
-    step, middle = scales.to(x.dtype).transpose(0, 1)[..., None].unbind(2)  # (n, k / group, 1)
-    wide = (codes.unflatten(1, (step.shape[1], -1)).to(x.dtype) - 8) * step + middle
-    return F.linear(x, wide.flatten(1))
+    return F.linear(x, widen(values, scales, x.dtype))
 
 
 def packed_int4_linear(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -232,8 +239,11 @@ class QuantizedWeight(nn.Module):
             return self.product(x, self.values, self.scales)
         return self.product(x, self.packed.number, self.packed.shape[0])
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:  # of an embedding, in its scales' dtype
-        return F.embedding(ids, self.values) * self.scales[ids][..., None]
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Those of an embedding, whose product is `widen`: ids (...) to (..., k)."""
+        flat = ids.flatten()
+        scales = self.scales[flat] if self.scales.ndim == 1 else self.scales[:, flat]
+        return self.product(self.values[flat], scales).view(*ids.shape, -1)
 
     def tensors(self) -> Parts:
         return (self.values, self.scales) if self.packed is None else self.packed.tensors()
@@ -256,8 +266,10 @@ def install(
     """Give `layer` a quantized weight in the place of its parameter, as the device wants it."""
     values, scales = (part.to(device) for part in parts)
     on_cpu, is_int8 = device.type == "cpu", values.dtype == torch.int8
+    product: Product
     if isinstance(layer, ParallelEmbedding):
-        weight = QuantizedWeight(int8_linear, (values, scales.to(dtype)), None)
+        product = functools.partial(widen, dtype=dtype)
+        weight = QuantizedWeight(product, (values, scales), None)
     elif is_int8 and on_cpu and HAS_FBGEMM:
         digits = 1 if name.endswith(ONE_DIGIT) else 2
         product = functools.partial(packed_int8_linear, digits=digits)
