@@ -91,8 +91,9 @@ def write(
     `rows`, `slots`: broadcastable to (bsz, seqlen).
     """
     if scales is not None:
-        x, scale = quantize(x, scales.dtype)
-        scales[rows, slots] = scale
+        scales[rows, slots] = scale_of(x, scales.dtype)
+        # Read from the cache, since a compiler that has the number at hand leaves its rounding out.
+        x = quantize(x, scales[rows, slots])
     cache[rows, slots] = x.to(cache.dtype)
 
 
@@ -109,11 +110,15 @@ def read(
     return x.transpose(1, 2)
 
 
-def quantize(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., head_dim) as whole numbers from -127 to 127, and what to multiply them by, (...,)."""
+def scale_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What to multiply whole numbers up to 127 by to get heads x (..., head_dim) back, (...,)."""
     # The smallest scale is the smallest float16 above 0: a head of zeros has no scale of its own.
-    scale = (x.abs().amax(-1).float() / 127).clamp_min(2**-24).to(scale_dtype)
-    return (x / scale[..., None].float()).round().clamp(-127, 127), scale
+    return (x.abs().amax(-1).float() / 127).clamp_min(2**-24).to(dtype)
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x (..., head_dim) as whole numbers from -127 to 127, to be multiplied by scale (...,)."""
+    return (x / scale[..., None].float()).round().clamp(-127, 127)
 
 
 def check_window(max_seq_len: int, window: int | None, chunk: int | None) -> None:

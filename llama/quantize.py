@@ -203,8 +203,8 @@ def packed_int8_linear(
         # What is left is at most a half. Beside its row it costs little where a product is bound by
         # reading the weight, and as much again where it is not.
         rest = (rows / scales - whole) * (2 * LEVELS)
-        y, y_rest = product(torch.cat((whole, rest)), number, out_features).chunk(2)
-        y = y + y_rest / (2 * LEVELS)
+        both = product(torch.cat((whole, rest)), number, out_features).unflatten(0, (2, -1))
+        y = both[0] + both[1] / (2 * LEVELS)
     return (y * scales).to(x.dtype).view(*x.shape[:-1], out_features)
 
 

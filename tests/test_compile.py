@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llama import Llama, LlamaError, compiled, layers
+from llama import Llama, LlamaError, compiled, kv_cache, layers
 from llama.compiled import bucket_lengths, require_compiler
 from llama.generation import STORIES
 
@@ -103,6 +103,20 @@ def test_small_batches_are_compiled_too_and_build_says_so(
         assert "Compiled the decoding step in" in capsys.readouterr().out
         llama.text_completion(PROMPTS[:max_batch_size], temperature=0, max_gen_len=5)
         assert graphs() == max_batch_size
+
+
+def test_a_compiled_write_puts_the_same_numbers_into_an_int8_cache() -> None:
+    """A compiler leaves out a rounding that it sees undone, such as that of the scales."""
+    x, rows, slots = torch.randn(64, 2, 4, 20), torch.arange(64)[:, None], torch.tensor([[1, 3]])
+    found = []
+    for write in (kv_cache.write, torch.compile(kv_cache.write, fullgraph=True)):
+        cache = torch.zeros(64, 5, 4, 20, dtype=torch.int8)
+        scales = torch.zeros(64, 5, 4, dtype=kv_cache.SCALE_DTYPE)
+        write(cache, scales, x, rows, slots)
+        found.append((cache, scales))
+    (cache, scales), (compiled_cache, compiled_scales) = found
+    assert torch.equal(compiled_scales, scales)
+    assert torch.equal(compiled_cache, cache)
 
 
 def test_nothing_is_compiled_without_being_asked_for(llama: Llama) -> None:
