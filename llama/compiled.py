@@ -50,9 +50,13 @@ def compile_step(model: Transformer, *, verbose: bool) -> CompiledStep:
     require_compiler(model.rope_freqs.device)
     start, step, device = time.monotonic(), CompiledStep(model), model.rope_freqs.device
     sizes = sorted({1, min(2, model.params.max_batch_size), model.params.max_batch_size})
-    limit = max(torch._dynamo.config.recompile_limit, len(sizes) * len(step.buckets))
-    # An integer that changes would become a symbol, and the lengths of a bucket are constants.
-    settings = torch._dynamo.config.patch(recompile_limit=limit, automatic_dynamic_shapes=False)
+    settings = torch._dynamo.config.patch(
+        # The loops below are the bound; torch's would count the graphs of other instances too.
+        recompile_limit=2**16,
+        accumulated_recompile_limit=2**16,
+        # An integer that changes would become a symbol, and the lengths of a bucket are constants.
+        automatic_dynamic_shapes=False,
+    )
     try:
         with settings, torch.inference_mode():
             for kv_len in step.buckets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ def test_answers_are_those_of_the_model_and_nothing_is_compiled_after_build(
 ) -> None:
     monkeypatch.setattr(compiled, "SHORTEST", 48)
     # Sums in another order differ in the seventh digit. Where something is rounded to 8 bits, that
-    # may tip a number over, which greedy answers bear, and a draw among many tokens does not.
+    # may tip a number over, which greedy answers bear, and a draw among many tokens does not. With
+    # int4, 13 steps of this stream are equal to the last bit; then one number of the many that
+    # ATen's kernel rounds to bfloat16 falls to the other side, the cache keeps what follows from
+    # it, and logits differ by one bfloat16 step, 0.06, from there on. Two steps later two tokens
+    # are 0.02 apart in a draw.
     temperature = 0 if options else 0.8
     with build(folder, **options) as llama:
         expected = answers(llama, temperature)
@@ -103,6 +108,15 @@ def test_small_batches_are_compiled_too_and_build_says_so(
         assert "Compiled the decoding step in" in capsys.readouterr().out
         llama.text_completion(PROMPTS[:max_batch_size], temperature=0, max_gen_len=5)
         assert graphs() == max_batch_size
+
+
+def test_any_number_of_models_is_compiled_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The limits are of graphs in all instances together. Tracing is enough to reach them.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=3):
+        for n in range(1, 6):
+            build(max_seq_len=32 * n, max_batch_size=1, compile=True).close()
+            assert graphs() == n
 
 
 def test_a_compiled_write_puts_the_same_numbers_into_an_int8_cache() -> None:
