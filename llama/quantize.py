@@ -219,7 +219,7 @@ _traced_fbgemm = torch.library.custom_op("llama::fbgemm", _fbgemm, mutates_args=
 
 @_traced_fbgemm.register_fake
 def _(rows: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return rows.new_empty(len(rows), out_features)
+    return rows.new_empty(rows.shape[0], out_features)  # len() makes a symbol a constant
 
 
 class QuantizedWeight(nn.Module):
