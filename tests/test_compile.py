@@ -110,12 +110,14 @@ def test_small_batches_are_compiled_too_and_build_says_so(
         assert graphs() == max_batch_size
 
 
-def test_any_number_of_models_is_compiled_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_models_is_compiled_in_one_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The limits are of graphs in all instances together. Tracing is enough to reach them.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=3):
         for n in range(1, 6):
-            build(max_seq_len=32 * n, max_batch_size=1, compile=True).close()
+            build(folder, max_seq_len=32 * n, max_batch_size=1, compile=True).close()
             assert graphs() == n
 
 
