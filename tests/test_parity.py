@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -237,9 +238,10 @@ def check(case: Case, found: list[dict]) -> None:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Case]]:
     root = tmp_path_factory.mktemp("parity")
-    return [case | {"folder": str(written(case, root))} for case in CASES]
+    yield [case | {"folder": str(written(case, root))} for case in CASES]
+    torch._dynamo.reset()  # what it has seen here would change what it makes of later models
 
 
 @pytest.fixture(scope="module")
