@@ -413,8 +413,9 @@ class Transformer(nn.Module):
         )
 
     def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
+        # No `require`: a compiler would make constants of the numbers in its message.
         args = self.params
-        if bsz > args.max_batch_size:  # no `require`, whose message would make bsz a constant
+        if bsz > args.max_batch_size:
             raise LlamaError(
                 f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
                 "pass fewer, or build with a larger max_batch_size"
@@ -422,8 +423,8 @@ class Transformer(nn.Module):
         if isinstance(start_pos, torch.Tensor):
             return
         end = start_pos + seqlen
-        require(
-            start_pos >= 0 and (end <= args.n_slots or seqlen <= args.longest_chunk),
-            f"positions {start_pos} to {end - 1}, and the cache has {args.n_slots} slots: "
-            "pass fewer tokens, or build with a larger max_seq_len",
-        )
+        if start_pos < 0 or (end > args.n_slots and seqlen > args.longest_chunk):
+            raise LlamaError(
+                f"positions {start_pos} to {end - 1}, and the cache has {args.n_slots} slots: "
+                "pass fewer tokens, or build with a larger max_seq_len"
+            )

@@ -196,16 +196,22 @@ def packed_int8_linear(
     rows = x.flatten(0, -2).float()
     scales = (rows.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY)
     product = _traced_fbgemm if torch.compiler.is_compiling() else _fbgemm
-    whole = (rows / scales).round()
+    steps = rows / scales
     if digits == 1:
-        y = product(whole, number, out_features)
+        y = product(steps, number, out_features)
     else:
         # What is left is at most a half. Beside its row it costs little where a product is bound by
-        # reading the weight, and as much again where it is not.
-        rest = (rows / scales - whole) * (2 * LEVELS)
-        both = product(torch.cat((whole, rest)), number, out_features).unflatten(0, (2, -1))
-        y = both[0] + both[1] / (2 * LEVELS)
+        # reading the weight, and as much again where it is not. Not by `cat`, which Inductor's C++
+        # does number by number.
+        whole = steps.round()
+        rest = (steps - whole) * (2 * LEVELS)
+        both = torch.where(_SECOND, rest, whole).flatten(0, 1)
+        y, y_rest = product(both, number, out_features).unflatten(0, (2, -1)).unbind()
+        y = y + y_rest / (2 * LEVELS)
     return (y * scales).to(x.dtype).view(*x.shape[:-1], out_features)
+
+
+_SECOND = torch.tensor([False, True], device="cpu")[:, None, None]
 
 
 def _fbgemm(rows: torch.Tensor, number: int, out_features: int) -> torch.Tensor:

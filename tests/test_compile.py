@@ -135,6 +135,15 @@ def test_a_compiled_write_puts_the_same_numbers_into_an_int8_cache() -> None:
     assert torch.equal(compiled_cache, cache)
 
 
+def test_a_model_that_a_caller_compiles_takes_positions_that_change(llama: Llama) -> None:
+    compiled_model = torch.compile(llama.model, fullgraph=True, backend="eager")
+    tokens = torch.tensor([[1, 387, 391, 261, 372, 980, 382, 283, 261]])
+    expected = llama.model(tokens, 0)
+    found = [compiled_model(tokens[:, start : start + 3], start) for start in (0, 3, 6)]
+    # Chunks add in another order than one pass.
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=2e-4)
+
+
 def test_nothing_is_compiled_without_being_asked_for(llama: Llama) -> None:
     before = graphs()
     llama.text_completion(PROMPTS, max_gen_len=5)

@@ -124,14 +124,25 @@ def written(case: Case, root: Path) -> Path:
 # to 8 or 4 bits on the way is rounded here by the formula, so that the tolerance need not hide it.
 
 
-def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """x (..., k) times a quantized weight (n, k), as a CPU computes it."""
+def widened(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight (n, k) that values and scales stand for."""
     if values.dtype == torch.int8:
-        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS
-        return ((x / step).round() @ values.float().T) * scales * step
+        return values * scales[:, None]
     codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(1).float()
     steps, middles = scales.float().repeat_interleave(codes.shape[1] // len(scales), 0).unbind(-1)
-    weight = (codes - 8) * steps.T + middles.T
+    return (codes - 8) * steps.T + middles.T
+
+
+def product(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, digits: int
+) -> torch.Tensor:
+    """x (..., k) times a quantized weight (n, k), as a CPU computes it."""
+    weight = widened(values, scales)
+    if values.dtype == torch.int8:
+        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS
+        if digits == 2:
+            step = step / (2 * LEVELS)
+        return ((x / step).round() * step) @ weight.T
     if len(values) % 32:  # no whole number of ATen's tiles: computed as it is
         return x @ weight.T
     return (x.bfloat16().float() @ weight.T).bfloat16().float()
@@ -140,14 +151,15 @@ def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torc
 class Product(nn.Module):
     """A linear layer of several ranks, each with its own part (values, scales) of the weight."""
 
-    def __init__(self, parts: list[Any], axis: int, head_dim: int | None) -> None:
+    def __init__(self, parts: list[Any], axis: int, digits: int, head_dim: int | None) -> None:
         super().__init__()
-        self.parts, self.axis, self.head_dim = parts, axis, head_dim
+        self.parts, self.axis, self.digits, self.head_dim = parts, axis, digits, head_dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n = len(self.parts)
         pieces = x.chunk(n, -1) if self.axis == 1 else [x] * n
-        ys = [product(piece, *part) for piece, part in zip(pieces, self.parts, strict=True)]
+        pairs = zip(pieces, self.parts, strict=True)
+        ys = [product(piece, *part, self.digits) for piece, part in pairs]
         y = sum(ys) if self.axis == 1 else torch.cat(ys, -1)
         if self.head_dim is not None:  # from Meta's order of the rows to that of transformers
             y = y.unflatten(-1, (-1, self.head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
@@ -167,11 +179,12 @@ def reference(case: Case) -> Any:
         parts = [checkpoint.read_quantized(name, kind, rank, ranks) for rank in range(ranks)]
         where, _, what = hf_name.removesuffix(".weight").rpartition(".")
         if "embed" in what:
-            wide = [values * scales.to(dtype).float()[:, None] for values, scales in parts]
-            model.get_submodule(where).embed_tokens.weight.data = torch.cat(wide, 1)
+            wide = torch.cat([widened(*part) for part in parts], 1)
+            model.get_submodule(where).embed_tokens.weight.data = wide.to(dtype).float()
         else:
             head_dim = checkpoint.args.head_dim if rotary else None
-            setattr(model.get_submodule(where), what, Product(parts, axis, head_dim))
+            digits = 1 if what in ("gate_proj", "up_proj") else 2
+            setattr(model.get_submodule(where), what, Product(parts, axis, digits, head_dim))
     return model
 
 
