@@ -296,7 +296,7 @@ def draw(found: dict[str, Any], path: str) -> None:
         latency.plot(CONTEXTS, values, marker="o", label=name)
     latency.axhline(1e3 / limit, color="black", linestyle="--", label="one read of our weights")
     latency.set(xlabel="tokens in the cache", ylabel="ms per token", ylim=0)
-    latency.legend()
+    latency.legend(loc="lower left")
     figure.savefig(path)
 
 
