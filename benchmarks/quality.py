@@ -3,8 +3,8 @@
 python benchmarks/quality.py                      the shipped model, on stories that it draws itself
 python benchmarks/quality.py --gguf FILE.gguf     another one, on the texts of Python's own help
 
-A file of llama.cpp is widened to float32 first, whatever it is in; `pip install gguf
-llama-cpp-python` reads it.
+A file of llama.cpp is widened to float32 first, whatever it is in; the packages gguf and
+llama-cpp-python read it.
 """
 
 from __future__ import annotations

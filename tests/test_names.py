@@ -119,8 +119,9 @@ def known_options() -> set[str]:
 
 
 def is_there(where: str, path: str) -> bool:
-    """From the root, from the text's own folder, or inside the package."""
-    return any((folder / path).exists() for folder in (ROOT, (ROOT / where).parent, ROOT / "llama"))
+    """From the root, from the text's own folder, or inside the package or the tests."""
+    folders = (ROOT, (ROOT / where).parent, ROOT / "llama", ROOT / "tests")
+    return any((folder / path).exists() for folder in folders)
 
 
 def test_every_word_in_a_code_span_is_in_the_code() -> None:
