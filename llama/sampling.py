@@ -50,6 +50,7 @@ def sample(
     That a row is not finite is told in the result, so that reading the tokens is the one time
     that a step waits for the device.
     """
+    finite = logits.isfinite().all(-1)
     if temperature == 0:
         tokens = logits.argmax(-1)
     else:
@@ -58,7 +59,7 @@ def sample(
         logits = logits - logits.amax(-1, keepdim=True)
         probs = torch.softmax(logits / max(temperature, 1e-30), dim=-1)
         tokens = sample_top_p(probs, top_p, generator=generator).squeeze(-1)
-    return torch.where(logits.sum(-1).isfinite(), tokens, NOT_FINITE)
+    return torch.where(finite, tokens, NOT_FINITE)
 
 
 def sample_top_p(

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -375,7 +376,7 @@ def test_any_logits_give_a_token_of_theirs_or_are_said_to_be_not_finite(
     logits, generator = torch.tensor(rows), torch.Generator().manual_seed(0)
     tokens = sample(logits, temperature, top_p, generator)
     for row, token in zip(logits, tokens.tolist(), strict=True):
-        assert (token == -1) == (not math.isfinite(row.sum()))
+        assert (token == -1) == (not row.isfinite().all())
         assert -1 <= token < len(row)
 
 
@@ -516,8 +517,7 @@ def test_a_batch_may_be_as_large_as_the_cache(folder: Path, tiny: Llama, rows: i
     assert tokens == [tiny.generate([prompt], 5, temperature=0)[0][0] for prompt in prompts]
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer of signals")
-def test_an_interrupt_at_any_time_leaves_the_next_answer_right(tiny: Llama, tmp_path: Path) -> None:
+def interrupt_again_and_again(tiny: Llama, tmp_path: Path) -> None:
     tiny.reset()
     expected, file, rng = make(tiny, GOOD), tmp_path / "cache", random.Random(0)
     tiny.save_cache(file)
@@ -559,6 +559,22 @@ def test_an_interrupt_at_any_time_leaves_the_next_answer_right(tiny: Llama, tmp_
     assert interrupted > 20
     tiny.load_cache(file)
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def in_another_process(folder: Path, tmp_path: Path) -> None:
+    with build(folder) as tiny:
+        interrupt_again_and_again(tiny, tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer of signals")
+def test_an_interrupt_at_any_time_leaves_the_next_answer_right(
+    folder: Path, tmp_path: Path
+) -> None:
+    # Where an interrupt meets torch's own bookkeeping of gradients, a thread has lost them for good.
+    process = get_context("spawn").Process(target=in_another_process, args=(folder, tmp_path))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
 
 
 # A long life of one instance, beside another one that forgets everything before each call.

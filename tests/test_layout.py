@@ -98,7 +98,7 @@ def test_an_editable_install_is_found_in_the_folder_above_the_clone(tmp_path: Pa
         wheel.extractall(site)
     find = f"import site; site.addsitedir({str(site)!r}); import llama"
     found = subprocess.run(
-        [sys.executable, "-c", f"{find}; print(llama.__file__)"],
+        [sys.executable, "-S", "-c", f"{find}; print(llama.__file__)"],
         cwd=tmp_path,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         check=True,
