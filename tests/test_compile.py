@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llama import Llama, LlamaError, compiled, kv_cache, layers
+from llama import Llama, LlamaError, compiled, kv_cache, layers, quantize
 from llama.compiled import bucket_lengths, require_compiler
 from llama.generation import STORIES
 
@@ -119,6 +119,19 @@ def test_any_number_of_models_is_compiled_in_one_process(
         for n in range(1, 6):
             build(folder, max_seq_len=32 * n, max_batch_size=1, compile=True).close()
             assert graphs() == n
+
+
+@pytest.mark.parametrize("kind", [None, *quantize.KINDS])
+def test_a_callers_own_compile_breaks_at_no_position_and_no_length(
+    kind: str | None, folder: Path
+) -> None:
+    with build(folder, quantize=kind) as llama:
+        whole = torch.compile(llama.model, fullgraph=True, backend="eager")
+        for rows, start, length in ((1, 0, 10), (1, 10, 3), (2, 2, 5), (1, 13, 1)):
+            tokens = torch.arange(5, 5 + rows * length).view(rows, length)
+            assert torch.equal(whole(tokens, start), llama.model(tokens, start))
+        with pytest.raises(LlamaError, match="positions 90 to 99, and the cache has 96 slots"):
+            llama.model(torch.zeros(1, 10, dtype=torch.int64), 90)
 
 
 def test_a_compiled_write_puts_the_same_numbers_into_an_int8_cache() -> None:
