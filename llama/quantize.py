@@ -146,7 +146,7 @@ def int4_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> 
 def packed_int4_linear(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """ATen's kernel for CPUs, which computes in bfloat16."""
     group = x.shape[-1] // len(scales)
-    rows = x.flatten(0, -2).bfloat16()
+    rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, scales.bfloat16())
     return y.to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -193,7 +193,7 @@ def packed_int8_linear(
         x.device.type == "cpu",
         f"x is on {x.device}, and the weights were quantized for a CPU: build with device=",
     )
-    rows = x.flatten(0, -2).float()
+    rows = x.reshape(-1, x.shape[-1]).float()
     scales = (rows.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY)
     product = _traced_fbgemm if torch.compiler.is_compiling() else _fbgemm
     steps = rows / scales

@@ -124,6 +124,14 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(kind: str) -> None:
     torch.testing.assert_close(form(x)[:1], alone, rtol=1e-2 if kind == "int4" else 1e-5, atol=1e-4)
 
 
+def test_x_may_lie_in_memory_as_it_likes_and_be_one_row(kind: str) -> None:
+    form, x = layer(torch.randn(OUT, IN), kind, "cpu"), torch.randn(IN, 3).T
+    assert not x.is_contiguous()
+    assert torch.equal(form(x), form(x.contiguous()))
+    assert torch.equal(form(x[0]), form(x[:1])[0])
+    assert form(x[:0]).shape == (0, OUT)
+
+
 def test_numbers_that_are_not_finite_stay_so(kind: str) -> None:
     form, x = layer(torch.randn(OUT, IN), kind, "cpu"), torch.randn(3, IN)
     x[0, 5], x[1, 5] = torch.nan, torch.inf
