@@ -389,7 +389,8 @@ class Transformer(nn.Module):
             positions = start_pos + offsets
             kv_len = min(start_pos + seqlen, self.params.n_slots) if kv_len is None else kv_len
 
-        h = self.tok_embeddings(tokens)
+        # A quantized embedding has no dtype of its own that `.to(dtype)` could change.
+        h = self.tok_embeddings(tokens).type_as(self.norm.weight)
         step = self._step(positions, self.params.n_slots if kv_len is None else kv_len, h.dtype)
         for layer in self.layers:
             h = layer(h, step)

@@ -265,6 +265,11 @@ class QuantizedWeight(nn.Module):
             "a quantized model has no state dict: save it with python -m llama convert --quantize"
         )
 
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise LlamaError(
+            "a quantized model takes no state dict: build from the checkpoint that has the weights"
+        )
+
 
 def install(
     name: str, layer: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype
