@@ -50,7 +50,7 @@ EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 _ROTARY = ("attention.wq.weight", "attention.wk.weight")  # see `permute_heads`
 _COMPUTED = re.compile(r"rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but no parameters
 # What `convert --quantize` writes: its kind, and for which of how many ranks a file is.
-_QUANTIZED = re.compile(r"quantized\.(\w+)\.(\d\d)-of-(\d\d)\.safetensors")
+_QUANTIZED = re.compile(rf"quantized\.({'|'.join(quant.KINDS)})\.(\d\d)-of-(\d\d)\.safetensors")
 _META_SHARD = re.compile(r"consolidated\.\d\d\.(pth|safetensors)")
 # Any file with weights, or that says which has which.
 WEIGHT_FILE = re.compile(
@@ -375,17 +375,25 @@ def problems(checkpoint: Checkpoint) -> list[str]:
 def _quantized_misfits(checkpoint: Checkpoint, kind: str) -> Iterator[str]:
     """What is wrong with the files that `convert --quantize` wrote."""
     ranks = len(checkpoint.files)
-    needed: dict[str, tuple[int, ...]] = {}
+    needed: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
     for name, parameter in checkpoint.parameters.items():
         shape = parameter.local_shape(ranks)
-        needed |= quant.stored_shapes(name, shape, kind) if len(shape) == 2 else {name: shape}
-    for name, shape in needed.items():
-        found = [tuple(part.tensor.shape) for part in checkpoint.parts.get(name, [])]
-        if found != [shape] * ranks:
+        if len(shape) == 2:
+            needed.update(quant.stored(name, shape, kind))
+        else:
+            needed[name] = (shape, None)
+    for name, (shape, dtype) in needed.items():
+        dtypes = list(DTYPES.values()) if dtype is None else [dtype]
+        found = [tensor for tensor, _ in checkpoint.parts.get(name, [])]
+        if [tuple(t.shape) == shape and t.dtype in dtypes for t in found] != [True] * ranks:
+            wanted = "" if dtype is None else f"{str(dtype).removeprefix('torch.')} "
             yield (
-                f"{name} is not {list(shape)} in each of the {ranks} files of {checkpoint.path}: "
-                "convert the full checkpoint again"
+                f"{name} is not {wanted}{list(shape)} in each of the {ranks} files of "
+                f"{checkpoint.path}: convert the full checkpoint again"
             )
+    for name, parts in checkpoint.parts.items():
+        if name not in needed:
+            yield f"{parts[0].file} has {name}, which is not of this model"
 
 
 def _misfits(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Iterator[str]:

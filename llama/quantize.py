@@ -119,12 +119,16 @@ def quantize(name: str, weight: torch.Tensor, kind: str) -> Parts:
     return to_int8(weight) if kind_of(name, kind) == "int8" else to_int4(weight)
 
 
-def stored_shapes(name: str, shape: tuple[int, ...], kind: str) -> dict[str, tuple[int, ...]]:
-    """What a file holds in the place of a parameter (n, k)."""
+def stored(
+    name: str, shape: tuple[int, ...], kind: str
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a file holds in the place of a parameter (n, k): names, shapes and dtypes."""
     n, k = shape
+    values, scales = (f"{name}.{part}" for part in PARTS)
     if kind_of(name, kind) == "int8":
-        return {f"{name}.values": (n, k), f"{name}.scales": (n,)}
-    return {f"{name}.values": (n, k // 2), f"{name}.scales": (k // group_size(k), n, 2)}
+        return {values: ((n, k), torch.int8), scales: ((n,), torch.float32)}
+    steps = (k // group_size(k), n, 2)
+    return {values: ((n, k // 2), torch.uint8), scales: (steps, torch.bfloat16)}
 
 
 def nbytes(shape: tuple[int, ...], kind: str) -> int:

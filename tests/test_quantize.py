@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llama import Llama, LlamaError, quantize
@@ -242,4 +243,25 @@ def test_a_quantized_folder_of_another_shape_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "q" / "params.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layers": 9}))
     with pytest.raises(LlamaError, match="convert the full checkpoint again"):
+        build(ckpt_dir=tmp_path / "q")
+
+
+def test_a_quantized_folder_of_other_dtypes_or_with_more_in_it_is_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    convert(str(STORIES), str(tmp_path / "q"), to="meta", quantize=kind)
+    [file] = (tmp_path / "q").glob("*.safetensors")
+    whole = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    values, scales = (f"layers.0.attention.wq.weight.{part}" for part in quantize.PARTS)
+    other = torch.uint8 if kind == "int8" else torch.int8
+    for name, tensor in (
+        (values, whole[values].view(other)),
+        (scales, whole[scales].half()),
+        ("norm.weight", whole["norm.weight"].to(torch.int8)),
+    ):
+        save_file({**whole, name: tensor}, file)
+        with pytest.raises(LlamaError, match=f"^{name} is not .* convert the full checkpoint"):
+            build(ckpt_dir=tmp_path / "q")
+    save_file({**whole, "layers.6.ffn_norm.weight": torch.ones(160)}, file)
+    with pytest.raises(LlamaError, match=r"layers.6.ffn_norm.weight, which is not of this model"):
         build(ckpt_dir=tmp_path / "q")
