@@ -184,6 +184,7 @@ def main(
         plot: draw decoding against the limit, and over the context, which is measured for it.
     """
     lengths = [prompt_len] * batch if isinstance(prompt_len, int) else list(prompt_len)
+    check(quantize, batch, lengths, gen_len, rounds, plot)
     folder = weights.meta(shape, weights_dtype or dtype, shards)
     longest = max(max(lengths) + gen_len, 0 if plot is None else CONTEXTS[-1] + LATENCY_STEPS)
     common = {"folder": str(folder), "dtype": dtype, "device": device, "threads": threads}
@@ -210,6 +211,36 @@ def main(
     if json is not None:
         Path(json).write_text(dumps(found) + "\n")
     print(dumps(found))
+
+
+def check(
+    quantize: str | None,
+    batch: int,
+    lengths: list[int],
+    gen_len: int,
+    rounds: int,
+    plot: str | None,
+) -> None:
+    """Refuse what could not be measured before anything is made."""
+    refused = [
+        (
+            quantize not in (None, *quant.KINDS),
+            f"--quantize {quantize}: it must be one of {', '.join(quant.KINDS)}",
+        ),
+        (
+            not lengths or min(lengths) < 1 or batch not in (1, len(lengths)),
+            f"{batch} rows with --prompt_len {lengths}: each row has one length, above 0",
+        ),
+        (gen_len < 2, f"--gen_len {gen_len}: decoding begins with the second token"),
+        (rounds < 1, f"--rounds {rounds}: it must be above 0"),
+        (
+            plot is not None and len(set(lengths)) > 1,
+            "--plot shows decoding alone, which a ragged batch does not: leave one of them out",
+        ),
+    ]
+    for is_refused, why in refused:
+        if is_refused:
+            raise SystemExit(why)
 
 
 def random_prompts(folder: Path, lengths: list[int]) -> list[list[int]]:
@@ -239,16 +270,18 @@ def latencies(worker: Worker, folder: Path) -> list[float]:
 def shares(
     found: dict[str, Any], limits: dict[str, float], cost: tuple[int, int], batch: int
 ) -> dict[str, float]:
-    """Our speeds as shares of what the machine allows."""
+    """Our speeds as shares of what the machine allows; a ragged batch has none in decoding."""
     (n_bytes, products), ours = cost, found["median"]["ours"]
-    achieved = ours.get("decode", 0) / batch * n_bytes / 1e9
-    return {
-        "step_bytes": n_bytes,
-        "achieved_gb_per_s": achieved,
-        "share_of_read": achieved / limits["read_gb_per_s"],
-        "share_of_copy": achieved / limits["copy_gb_per_s"],
-        "prefill_share_of_matrix": 2e-9 * products * ours["prefill"] / limits["matrix_gflop_per_s"],
-    }
+    share = 2e-9 * products * ours["prefill"] / limits["matrix_gflop_per_s"]
+    shares = {"step_bytes": n_bytes, "prefill_share_of_matrix": share}
+    if "decode" in ours:
+        achieved = ours["decode"] / batch * n_bytes / 1e9
+        shares |= {
+            "achieved_gb_per_s": achieved,
+            "share_of_read": achieved / limits["read_gb_per_s"],
+            "share_of_copy": achieved / limits["copy_gb_per_s"],
+        }
+    return shares
 
 
 def cpu_name() -> str:
@@ -262,7 +295,9 @@ def cpu_name() -> str:
 
 def report(found: dict[str, Any]) -> None:
     """A table of the medians; the ratios are ours over theirs."""
-    print(f"| engine | {' | '.join(FIGURES)} | load s | load peak GB | decode, ours over it |")
+    compared = "decode" if "decode" in found["ratios"] else "total"
+    columns = " | ".join((*FIGURES, "load s", "load peak GB", f"{compared}, ours over it"))
+    print(f"| engine | {columns} |")
     print("|---" * (len(FIGURES) + 4) + "|")
     for name, medians in found["median"].items():
         cells = [
@@ -270,12 +305,14 @@ def report(found: dict[str, Any]) -> None:
             for f in FIGURES
         ]
         loaded = found["loaded"][name]
-        ratio = found["ratios"].get("decode", found["ratios"]["total"]).get(name)
+        ratio = found["ratios"][compared].get(name)
         cells += [f"{loaded['load_s']:.1f}", f"{loaded['peak_gb']:.2f}"]
         print(f"| {name} | {' | '.join(cells)} | {'' if ratio is None else f'{ratio:.2f}'} |")
+    achieved = found.get("achieved_gb_per_s")
     print(
-        f"{found['step_bytes'] / 1e9:.2f} GB a step, {found['achieved_gb_per_s']:.1f} GB/s; "
-        f"read {found['read_gb_per_s']:.1f}, copy {found['copy_gb_per_s']:.1f} GB/s; prefill at "
+        f"{found['step_bytes'] / 1e9:.2f} GB a step"
+        + ("; " if achieved is None else f", {achieved:.1f} GB/s; ")
+        + f"read {found['read_gb_per_s']:.1f}, copy {found['copy_gb_per_s']:.1f} GB/s; prefill at "
         f"{found['prefill_share_of_matrix']:.2f} of {found['matrix_gflop_per_s']:.0f} GFLOP/s; "
         f"load average {found['load_average']}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoint import DTYPES, open_checkpoint, parameters
+from llama.checkpoint import DTYPES, open_checkpoint, parameters, require_split
 from llama.convert import convert
 from llama.model import ModelArgs
 
@@ -24,16 +24,21 @@ CACHE = Path(os.environ.get("LLAMA_BENCHMARKS", Path.home() / ".cache" / "llama-
 
 def meta(shape: str, dtype: str, shards: int = 1) -> Path:
     """A Meta folder; made shard by shard."""
+    for asked, known in ((shape, SHAPES), (dtype, DTYPES)):
+        if asked not in known:
+            raise SystemExit(f"{asked!r} is none of {', '.join(known)}")
     folder = CACHE / f"{shape}-{dtype}-{shards}"
     if folder.exists():
         return folder
     params = {**dict(zip(_KEYS, SHAPES[shape], strict=True)), "norm_eps": 1e-5}
+    args = ModelArgs(**params)
+    require_split(args, shards, "shards")
     partial = folder.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for i in range(shards):
         shard = {}
-        for name, parameter in parameters(ModelArgs(**params)).items():
+        for name, parameter in parameters(args).items():
             size, scale = parameter.local_shape(shards), parameter.shape[-1] ** -0.5
             weight = torch.randn(size, generator=generator) * scale
             shard[name] = (weight if len(size) == 2 else torch.ones(size)).to(DTYPES[dtype])

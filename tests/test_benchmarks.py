@@ -64,6 +64,38 @@ def test_an_unknown_peer_is_named() -> None:
         speed.cases("vllm", Path(), {}, None, False)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"shape": "13b"}, "'13b' is none of tiny, 110m, 1b, 7b"),
+        ({"shape": "tiny", "dtype": "float8"}, "'float8' is none of float32"),
+        ({"quantize": "int3"}, "--quantize int3: it must be one of int8, int4"),
+        ({"batch": 3, "prompt_len": (8, 400)}, "each row has one length, above 0"),
+        ({"batch": 0}, "each row has one length, above 0"),
+        ({"gen_len": 1}, "--gen_len 1: decoding begins with the second token"),
+        ({"rounds": 0}, "--rounds 0: it must be above 0"),
+        ({"prompt_len": (8, 400), "plot": "p.png"}, "which a ragged batch does not"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_is_made(
+    options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(SystemExit, match=why):
+        speed.main(**options)
+
+
+def test_a_ragged_batch_has_no_share_in_decoding(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed_weights, "CACHE", folder.parent)
+    limits = {"read_gb_per_s": 10.0, "copy_gb_per_s": 10.0, "matrix_gflop_per_s": 100.0}
+    monkeypatch.setattr(speed, "machine_limits", lambda *_: limits)
+    speed.main(shape="tiny", prompt_len=(3, 7), gen_len=4, rounds=1, threads=1)
+    *_, said, last = capsys.readouterr().out.splitlines()
+    assert "a step; read 10.0" in said
+    assert not json.loads(last).keys() & {"achieved_gb_per_s", "share_of_read", "share_of_copy"}
+
+
 def test_a_peer_that_is_not_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
