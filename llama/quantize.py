@@ -152,7 +152,7 @@ def packed_int4_linear(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tens
     group = x.shape[-1] // len(scales)
     rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, scales.bfloat16())
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+    return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
 class Packed:
