@@ -170,12 +170,22 @@ def test_an_example_runs_where_the_output_is_no_terminal_at_all() -> None:
 
 
 def test_a_command_runs_without_any_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a program without a console does on Windows."""
+    """As a program without a console does on Windows, and one whose streams a shell has closed."""
     called = []
-    monkeypatch.setattr(sys, "argv", ["command", "--x", "5"])
-    monkeypatch.setattr(sys, "stdin", None)
-    monkeypatch.setattr(sys, "stdout", None)
-    terminal.run(lambda x: called.append(x))
+
+    def command(x: int) -> None:
+        print("nowhere", x)
+        with pytest.raises(EOFError):
+            input("> ")
+        called.append(x)
+
+    for arguments in (["go", "--x", "5"], []):  # without any, the help is shown
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        for name in ("stdin", "stdout", "stderr"):
+            monkeypatch.setattr(sys, name, None)
+        terminal.run({"go": command})
+        for name in ("stdin", "stdout", "stderr"):
+            getattr(sys, name).close()
     assert called == [5]
 
 
