@@ -181,6 +181,7 @@ class Llama:
         self._runtime: runtimes.Runtime | None = None
         self._check_ranks = False
         self._step: CompiledStep | None = None  # of the loop; None: the model itself
+        self._closed = False
         self._seed, self._replica = seed, replica
         self._generator = self._seeded(seed)
         self._record = CacheRecord()
@@ -198,13 +199,17 @@ class Llama:
         self.close()
 
     def close(self) -> None:
-        """Free the weights, the cache, and the groups that `build` made. May be called twice."""
+        """Free the weights, the cache, and the groups that `build` made. May be called twice.
+
+        What is under way in another thread ends with its present step, and says so there.
+        """
         if self.model is None:
             return
+        self._closed = True
         if self._turns.end_stream():
             self._free()
             return
-        with self._turn():
+        with self._turns.turn():
             self._free()
 
     def _free(self) -> None:
@@ -405,9 +410,9 @@ class Llama:
                     score=score,
                     agree=agree,
                     step=self._step,
-                )
+                ),
+                self._require_open,
             )
-            self._require_open()  # and not at its end because `close` ended it
 
     def _decode_text(
         self,
@@ -473,7 +478,7 @@ class Llama:
     # What a call asks for, checked.
 
     def _require_open(self) -> None:
-        require(self.model is not None, "this instance is closed: build another")
+        require(not self._closed, "this instance is closed: build another")
 
     @property
     def _args(self) -> ModelArgs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import GeneratorType
 from typing import TypeVar, cast
@@ -30,19 +30,21 @@ class Turns:
             "a stream of this instance is still open in this thread: exhaust it, or close() it",
         )
         with self._lock:
-            self._thread = thread
             try:
+                self._thread = thread
                 yield
             finally:
                 self._thread = self._stream = None
 
-    def stream(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Pass `steps` on, within `turn`."""
+    def stream(self, steps: Iterator[Step], require_open: Callable[[], None]) -> Iterator[Step]:
+        """Pass `steps` on, within `turn`, until `require_open` raises."""
         self._stream = cast(GeneratorType, steps)
         del steps  # `turn` gives up the last reference, which ends it
         for step in self._stream:
+            require_open()  # whoever closes may wait for this step, and the reader may never return
             yield step
             self._thread = threading.get_ident()  # another thread may have gone on with it
+        require_open()  # and not at its end because it was ended
 
     def end_stream(self) -> bool:
         """End the open stream, which keeps its turn; False if there is none between two steps."""

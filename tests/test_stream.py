@@ -11,7 +11,7 @@ from conftest import ATOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama import Llama, LlamaError
+from llama import Llama, LlamaError, sampling
 from llama.generation import UNSAFE_ERROR
 from llama.sampling import token_logprobs
 
@@ -193,6 +193,44 @@ def test_closing_ends_a_stream_and_hides_no_error(started: bool) -> None:
     assert llama.model is None
     with pytest.raises(LlamaError, match="closed"):
         next(stream)
+
+
+def test_closing_within_a_step_waits_for_no_more_than_that_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader may pause behind it for ever."""
+    llama = Llama.build(max_seq_len=64, max_batch_size=1, verbose=False)
+    within, go_on = threading.Event(), threading.Event()
+    sample = sampling.sample
+
+    def slowly(*arguments: object) -> torch.Tensor:
+        within.set()
+        assert go_on.wait(60)
+        return sample(*arguments)
+
+    monkeypatch.setattr(sampling, "sample", slowly)
+    stream, seen = llama.stream([[1, 387]], temperature=0), []
+
+    def read() -> None:
+        try:
+            next(stream)
+        except LlamaError as error:
+            seen.append(str(error))
+
+    reader = threading.Thread(target=read)
+    closers = [threading.Thread(target=llama.close) for _ in range(2)]
+    reader.start()
+    assert within.wait(60)
+    for closer in closers:
+        closer.start()
+    closers[0].join(timeout=0.2)
+    assert closers[0].is_alive()
+    go_on.set()
+    for thread in (reader, *closers):
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert seen == ["this instance is closed: build another"]
+    assert llama.model is None
 
 
 @pytest.mark.parametrize("end", ["close", "go on"])
