@@ -7,6 +7,7 @@ on, and the text-level calls turn its tokens into text as they come.
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -181,7 +182,7 @@ class Llama:
         self._runtime: runtimes.Runtime | None = None
         self._check_ranks = False
         self._step: CompiledStep | None = None  # of the loop; None: the model itself
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._seed, self._replica = seed, replica
         self._generator = self._seeded(seed)
         self._record = CacheRecord()
@@ -517,6 +518,11 @@ class Llama:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
+        require(
+            self._process == os.getpid() or torch.get_num_threads() == 1,
+            "this process was forked from the one that built this instance, and torch's threads do "
+            "not outlive that: start it with the method 'spawn', or call torch.set_num_threads(1)",
+        )
         with self._turns.turn():
             self._require_open()
             yield

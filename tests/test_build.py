@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -260,3 +261,28 @@ def test_memory_of_a_closed_instance_is_freed() -> None:
 
     for _ in range(3):
         assert peak_bytes() - resident_bytes() > 240e6
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_process_answers_with_one_thread_and_is_refused_with_more(threads: int) -> None:
+    """OpenMP's threads stay behind in the parent, and what waits for them hangs."""
+    before = torch.get_num_threads()
+    with Llama.build(max_seq_len=16, max_batch_size=1, verbose=False) as llama:
+        expected = llama.generate([[1, 5]], 3, 0)
+        torch.set_num_threads(threads)
+        try:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)
+                code = 3
+                try:
+                    code = 0 if llama.generate([[1, 5]], 3, 0) == expected else 1
+                except LlamaError as error:
+                    code = 2 if "torch.set_num_threads(1)" in str(error) else 4
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+        finally:
+            torch.set_num_threads(before)
+    assert os.waitstatus_to_exitcode(status) == (0 if threads == 1 else 2)
