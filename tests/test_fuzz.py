@@ -570,7 +570,7 @@ def in_another_process(folder: Path, tmp_path: Path) -> None:
 def test_an_interrupt_at_any_time_leaves_the_next_answer_right(
     folder: Path, tmp_path: Path
 ) -> None:
-    # Where an interrupt meets torch's own bookkeeping of gradients, a thread has lost them for good.
+    # An interrupt that meets torch's bookkeeping of gradients switches them off for good.
     process = get_context("spawn").Process(target=in_another_process, args=(folder, tmp_path))
     process.start()
     process.join(120)
