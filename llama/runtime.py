@@ -246,6 +246,7 @@ class _Made:
         self.meeting: dist.Store | None = None  # kept: another rank may still be reading from it
         self.store: dist.Store | None = None  # the part of it for the present world
         self.launches = 0  # counts equally on every rank
+        self.process = os.getpid()
 
     def start_world(self, launch: Launch, device: torch.device, timeout_s: float) -> None:
         if self.launches == 0:
@@ -305,6 +306,8 @@ class _Made:
 
     def release(self) -> None:
         """Give up what was made here; nothing of the caller's."""
+        if self.process != os.getpid():
+            return  # forked: the groups' threads stayed behind, and to end them would crash
         if self.world is not None and self.world is dist.group.WORLD and _is_failing(self.world):
             return
         made, self.groups, self.input = self.groups, [], None

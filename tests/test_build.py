@@ -281,6 +281,7 @@ def test_a_forked_process_answers_with_one_thread_and_is_refused_with_more(threa
                 except LlamaError as error:
                     code = 2 if "torch.set_num_threads(1)" in str(error) else 4
                 finally:
+                    llama.close()
                     os._exit(code)
             _, status = os.waitpid(child, 0)
         finally:
