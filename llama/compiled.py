@@ -23,11 +23,28 @@ class CompiledStep:
         self.max_batch_size = model.params.max_batch_size
         self.buckets = bucket_lengths(model.params.n_slots)
         mode = "reduce-overhead" if model.rope_freqs.device.type == "cuda" else None
-        self._compiled = torch.compile(model, fullgraph=True, mode=mode)
+
+        # A function of its own, since torch counts the graphs of a function against a limit, and
+        # those of the model's are left to a caller who compiles it too.
+        def step(
+            tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
+        ) -> torch.Tensor:
+            return model(tokens, positions, kv_len=kv_len, only_last=only_last)
+
+        self._compiled = torch.compile(step, fullgraph=True, mode=mode)
 
     def __call__(
         self, tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
     ) -> torch.Tensor:
+        # Graphs hold for the settings of torch that they were made under, such as the number of
+        # threads. Under others the model runs as it is, and nothing is compiled in a call.
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return self.run(tokens, positions, kv_len=kv_len, only_last=only_last)
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
+    ) -> torch.Tensor:
+        """The step, compiled if it has not been."""
         kv_len = next(length for length in self.buckets if length >= kv_len)
         if len(tokens) > 1:
             for tensor in (tokens, positions):
@@ -62,7 +79,7 @@ def compile_step(model: Transformer, *, verbose: bool) -> CompiledStep:
             for kv_len in step.buckets:
                 for bsz in sizes:
                     tokens = torch.zeros(bsz, dtype=torch.int64, device=device)
-                    step(tokens[:, None], tokens.clone(), kv_len=kv_len, only_last=True)
+                    step.run(tokens[:, None], tokens.clone(), kv_len=kv_len, only_last=True)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise LlamaError(
             f"compile=True, and the compiler for {device} failed ({error.inner_exception}): "

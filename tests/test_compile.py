@@ -134,6 +134,36 @@ def test_a_callers_own_compile_breaks_at_no_position_and_no_length(
             llama.model(torch.zeros(1, 10, dtype=torch.int64), 90)
 
 
+def test_under_other_settings_of_torch_the_model_runs_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compiled, "SHORTEST", 24)
+    threads = torch.get_num_threads()
+    with build(folder, compile=True) as llama:
+        expected, n_graphs = answers(llama, 0), graphs()
+        try:
+            torch.set_num_threads(threads + 1)
+            assert answers(llama, 0) == expected
+        finally:
+            torch.set_num_threads(threads)
+        llama.model.double()
+        assert answers(llama, 0) == expected
+        assert graphs() == n_graphs
+
+
+def test_a_caller_can_compile_the_model_beside_any_number_of_our_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compiled, "SHORTEST", 8)
+    with build(folder, compile=True) as llama:
+        assert graphs() > torch._dynamo.config.recompile_limit
+        tokens = torch.arange(5, 15)[None]
+        whole = torch.compile(llama.model, fullgraph=True)
+        assert torch.equal(whole(tokens, 0), llama.model(tokens, 0))
+
+
 def test_a_compiled_write_puts_the_same_numbers_into_an_int8_cache() -> None:
     """A compiler leaves out a rounding that it sees undone, such as that of the scales."""
     x, rows, slots = torch.randn(64, 2, 4, 20), torch.arange(64)[:, None], torch.tensor([[1, 3]])
