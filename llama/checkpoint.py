@@ -537,7 +537,7 @@ def load(
             bar.update(parameter.numel() * dtype.itemsize)
             if kind is not None and parameter.ndim == 2:
                 parts = checkpoint.read_quantized(name, kind, rank, ranks)
-                quant.install(name, module, parts, torch.device(device), dtype)
+                quant.install(name, module, parts, torch.device(device))
                 continue
             if name == OUTPUT and checkpoint.config.tied and ranks == 1:
                 tensor = model.tok_embeddings.weight.data

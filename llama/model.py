@@ -389,7 +389,7 @@ class Transformer(nn.Module):
             positions = start_pos + offsets
             kv_len = min(start_pos + seqlen, self.params.n_slots) if kv_len is None else kv_len
 
-        # A quantized embedding has no dtype of its own that `.to(dtype)` could change.
+        # A quantized embedding gives float32, whatever `.to(dtype)` the model went through.
         h = self.tok_embeddings(tokens).type_as(self.norm.weight)
         step = self._step(positions, self.params.n_slots if kv_len is None else kv_len, h.dtype)
         for layer in self.layers:

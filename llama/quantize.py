@@ -250,10 +250,10 @@ class QuantizedWeight(nn.Module):
         return self.product(x, self.packed.number, self.packed.shape[0])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Those of an embedding, whose product is `widen`: ids (...) to (..., k)."""
+        """Those of an embedding, in float32: ids (...) to (..., k)."""
         flat = ids.flatten()
         scales = self.scales[flat] if self.scales.ndim == 1 else self.scales[:, flat]
-        return self.product(self.values[flat], scales).view(*ids.shape, -1)
+        return widen(self.values[flat], scales, torch.float32).view(*ids.shape, -1)
 
     def tensors(self) -> Parts:
         return (self.values, self.scales) if self.packed is None else self.packed.tensors()
@@ -275,28 +275,21 @@ class QuantizedWeight(nn.Module):
         )
 
 
-def install(
-    name: str, layer: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype
-) -> None:
+def install(name: str, layer: nn.Module, parts: Parts, device: torch.device) -> None:
     """Give `layer` a quantized weight in the place of its parameter, as the device wants it."""
     values, scales = (part.to(device) for part in parts)
-    on_cpu, is_int8 = device.type == "cpu", values.dtype == torch.int8
-    product: Product
-    if isinstance(layer, ParallelEmbedding):
-        product = functools.partial(widen, dtype=dtype)
-        weight = QuantizedWeight(product, (values, scales), None)
-    elif is_int8 and on_cpu and HAS_FBGEMM:
+    is_int8 = values.dtype == torch.int8
+    has_kernel = device.type == "cpu" and not isinstance(layer, ParallelEmbedding)
+    if has_kernel and is_int8 and HAS_FBGEMM:
         digits = 1 if name.endswith(ONE_DIGIT) else 2
         product = functools.partial(packed_int8_linear, digits=digits)
         weight = QuantizedWeight(product, None, Packed(values, scales))
-    elif is_int8:
-        weight = QuantizedWeight(int8_linear, (values, scales), None)
-    elif on_cpu and len(values) % 32 == 0:
+    elif has_kernel and not is_int8 and len(values) % 32 == 0:
         pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # of codes in 32 bits: by tiles
         packed = torch.cat([pack(codes_of(v).int(), 1) for v in values.split(TILE_ROWS)])
         weight = QuantizedWeight(packed_int4_linear, (packed, scales.contiguous()), None)
     else:
-        weight = QuantizedWeight(int4_linear, (values, scales), None)
+        weight = QuantizedWeight(int8_linear if is_int8 else int4_linear, (values, scales), None)
     del layer.weight
     layer.quantized = weight
     if _trim is not None:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,16 @@ NAMES = ["rand_mha", "rand_gqa", "rand_mqa", "stories", "stories260K"]
 
 # Against recorded answers: float32 sums in another order differ by about 1e-5 in the logits.
 ATOL = 2e-4
+
+
+def drain(stream: Generator) -> tuple[list, Any]:
+    """All that a generator yields, and what it returns."""
+    yielded = []
+    while True:
+        try:
+            yielded.append(next(stream))
+        except StopIteration as end:
+            return yielded, end.value
 
 
 def golden(name: str) -> tuple[Path, dict]:

@@ -130,6 +130,12 @@ def test_a_callers_own_compile_breaks_at_no_position_and_no_length(
         for rows, start, length in ((1, 0, 10), (1, 10, 3), (2, 2, 5), (1, 13, 1)):
             tokens = torch.arange(5, 5 + rows * length).view(rows, length)
             assert torch.equal(whole(tokens, start), llama.model(tokens, start))
+        tokens = torch.arange(5, 14)[None]
+        pieces = [whole(tokens[:, start : start + 3], start) for start in (0, 3, 6)]
+        # Chunks add in another order than one pass, and int4's bfloat16 rounds that to 8 bits.
+        atol = 0.25 if kind == "int4" else 2e-4
+        apart = torch.cat(pieces, dim=1) - llama.model(tokens, 0)
+        assert apart.abs().max() < atol
         with pytest.raises(LlamaError, match="positions 90 to 99, and the cache has 96 slots"):
             llama.model(torch.zeros(1, 10, dtype=torch.int64), 90)
 
@@ -176,15 +182,6 @@ def test_a_compiled_write_puts_the_same_numbers_into_an_int8_cache() -> None:
     (cache, scales), (compiled_cache, compiled_scales) = found
     assert torch.equal(compiled_scales, scales)
     assert torch.equal(compiled_cache, cache)
-
-
-def test_a_model_that_a_caller_compiles_takes_positions_that_change(llama: Llama) -> None:
-    compiled_model = torch.compile(llama.model, fullgraph=True, backend="eager")
-    tokens = torch.tensor([[1, 387, 391, 261, 372, 980, 382, 283, 261]])
-    expected = llama.model(tokens, 0)
-    found = [compiled_model(tokens[:, start : start + 3], start) for start in (0, 3, 6)]
-    # Chunks add in another order than one pass.
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=2e-4)
 
 
 def test_nothing_is_compiled_without_being_asked_for(llama: Llama) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -15,6 +16,9 @@ from llama import Llama, terminal
 
 ROOT = Path(__file__).parent.parent
 RULER = "\n==================================\n"
+
+
+ONE_THREAD = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run(
@@ -27,9 +31,23 @@ def run(
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, **ONE_THREAD, **env},
         timeout=120,
         check=False,
+    )
+
+
+def started(
+    *command: str, stdout: IO[bytes] | int = subprocess.PIPE, **env: str
+) -> subprocess.Popen[bytes]:
+    """As `run`, in bytes and not waited for."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, **ONE_THREAD, **env},
     )
 
 
@@ -89,14 +107,7 @@ def test_curly_quotes_get_a_substitute_under_a_terminal_that_lacks_them(encoding
 
 
 def test_an_example_whose_reader_has_gone_ends_in_silence() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "example_text_completion.py", "--max_gen_len", "3"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=env,
-    )
+    process = started("example_text_completion.py", "--max_gen_len", "3")
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=120) == 141
@@ -107,32 +118,16 @@ def test_an_example_whose_reader_has_gone_ends_in_silence() -> None:
     "command", [["-m", "llama", "memory", "llama-2-7b"], ["example_text_completion.py"]]
 )
 def test_output_to_a_full_disk_is_one_message(command: list[str]) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, *command],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=env,
-            timeout=120,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert re.fullmatch(r"error: the output cannot be written: No space left.*\n", done.stderr)
+    with open("/dev/full", "wb") as full:
+        process = started(*command, stdout=full)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert re.fullmatch(rb"error: the output cannot be written: No space left.*\n", stderr)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's Ctrl-C is no signal there")
 def test_ctrl_c_ends_an_example_in_silence() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "example_text_completion.py", "--max_batch_size", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=env,
-    )
+    process = started("example_text_completion.py", "--max_batch_size", "1", PYTHONUNBUFFERED="1")
     assert process.stdout.readline().startswith(b"Loaded")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
@@ -145,17 +140,10 @@ def test_input_that_is_no_text_gets_a_substitute() -> None:
         "sys.argv = ['example', '--interactive', '--temperature', '0', '--max_gen_len', '3']\n"
         "t.run(e.main)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=b"caf\xe9\n",
-        capture_output=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert b"half of a character" not in done.stdout
+    process = started("-c", code)
+    stdout, stderr = process.communicate(b"caf\xe9\n", timeout=120)
+    assert process.returncode == 0, stderr
+    assert b"half of a character" not in stdout
 
 
 def test_an_example_runs_where_the_output_is_no_terminal_at_all() -> None:

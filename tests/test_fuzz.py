@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_meta
-from conftest import GOLDEN
+from conftest import GOLDEN, drain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -190,15 +190,6 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
         return function(), None
     except LlamaError as error:
         return None, str(error)
-
-
-def drain(stream: Generator) -> tuple[list, Any]:
-    yielded = []
-    while True:
-        try:
-            yielded.append(next(stream))
-        except StopIteration as end:
-            return yielded, end.value
 
 
 def same(a: Any, b: Any) -> bool:

@@ -50,7 +50,7 @@ def dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def layer(weight: torch.Tensor, kind: str, device: str, name: str = "w2.weight") -> nn.Module:
     made = nn.Linear(1, 1, bias=False)
     parts = quantize.quantize(name, weight, kind)
-    quantize.install(name, made, parts, torch.device(device), torch.float32)
+    quantize.install(name, made, parts, torch.device(device))
     return made.quantized
 
 

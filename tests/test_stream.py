@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
 
 import pytest
 import torch
-from conftest import ATOL
+from conftest import ATOL, drain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,16 +15,6 @@ from llama.generation import UNSAFE_ERROR
 from llama.sampling import token_logprobs
 
 STORY = [{"role": "user", "content": "Tell me a story about a bird."}]
-
-
-def drain(stream: Generator) -> tuple[list, object]:
-    """All that a generator yields, and what it returns."""
-    yielded = []
-    while True:
-        try:
-            yielded.append(next(stream))
-        except StopIteration as end:
-            return yielded, end.value
 
 
 prompts = st.lists(st.lists(st.integers(3, 1023), min_size=1, max_size=12), min_size=1, max_size=4)
