@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import fire
 import speed_weights as weights
 import torch
 from engines import Ours
@@ -27,6 +26,7 @@ from speed import cpu_name, machine_limits, random_prompts
 
 from llama.memory import usage
 from llama.prefix import CacheRecord
+from llama.terminal import run
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -166,4 +166,4 @@ def draw(found: dict[str, Any], path: str) -> None:
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run(main)

@@ -22,10 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import fire
 import torch
 
-from llama import Llama, kv_cache, runtime
+from llama import Llama, kv_cache, runtime, terminal
 from llama.model import ModelArgs, Transformer
 
 SHAPE = {"dim": 512, "n_layers": 8, "n_heads": 8, "hidden_dim": 1376, "vocab_size": 1024}
@@ -252,4 +251,4 @@ def draw(path: str, panels: list[tuple], *, log: bool = True) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     commands = (growth, window, prefill, dtypes, at_length, prefill_once)
-    fire.Fire({command.__name__: command for command in commands})
+    terminal.run({command.__name__: command for command in commands})

@@ -21,10 +21,9 @@ import time
 from pathlib import Path
 from statistics import median
 
-import fire
 import torch
 
-from llama import runtime
+from llama import runtime, terminal
 from llama.checkpoint import DTYPES, load, open_checkpoint
 from llama.model import ModelArgs, Transformer
 
@@ -132,4 +131,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(MEASURES[sys.argv[2]](*sys.argv[3:])))
     else:
-        fire.Fire(main)
+        terminal.run(main)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import fire
 import torch
 
 from llama.checkpoint import DTYPES, parameters
 from llama.model import ModelArgs
+from llama.terminal import run
 
 PARAMS = {
     "dim": 2048,
@@ -43,4 +43,4 @@ def make(folder: str, dtype: str = "float32", seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    fire.Fire(make)
+    run(make)

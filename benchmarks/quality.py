@@ -16,7 +16,6 @@ from json import dumps
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import fire
 import torch
 import torch.nn.functional as F
 from engines import Ours
@@ -25,6 +24,7 @@ from speed_weights import gguf_names
 
 from llama import Llama
 from llama.generation import STORIES
+from llama.terminal import run
 
 WINDOW = 512  # tokens that are read at once
 
@@ -129,4 +129,4 @@ def main(gguf: str | None = None, tokens: int = 8192) -> None:
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run(main)

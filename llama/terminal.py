@@ -6,15 +6,16 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial, wraps
+from typing import TypeAlias
 
 import fire
 
+Command: TypeAlias = Callable[..., None]
 
-def run(
-    command: Callable[..., Any] | dict[str, Callable[..., Any]], name: str | None = None
-) -> None:
-    """Call `command` with the arguments of the command line.
+
+def run(command: Command | dict[str, Command], name: str | None = None) -> None:
+    """Call `command`, or the one of several that the command line names, with its arguments.
 
     A stream that is closed is an empty one. A character that the terminal lacks gets a substitute,
     and so does one that the input breaks. A reader that has gone away, as `head` does, and Ctrl-C
@@ -27,7 +28,8 @@ def run(
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     try:
-        fire.Fire(command, name=name)
+        for call in asked(command, name):
+            call()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)  # as a program that the signal SIGINT has ended
@@ -39,3 +41,24 @@ def run(
         if isinstance(error, BrokenPipeError):
             sys.exit(141)  # as a program that the signal SIGPIPE has ended
         sys.exit(f"error: the output cannot be written: {error.strerror}")
+
+
+def asked(command: Command | dict[str, Command], name: str | None) -> list[Command]:
+    """The call that the command line asks for, or none if it asks for help.
+
+    Fire refuses an option that it does not know only after the call: so it gets one that waits.
+    """
+    calls: list[Command] = []
+
+    def later(function: Command) -> Command:
+        @wraps(function)
+        def keep(*args: object, **options: object) -> None:
+            calls.append(partial(function, *args, **options))
+
+        return keep
+
+    if isinstance(command, dict):
+        fire.Fire({word: later(function) for word, function in command.items()}, name=name)
+    else:
+        fire.Fire(later(command), name=name)
+    return calls

@@ -177,6 +177,25 @@ def test_a_command_runs_without_any_standard_streams(monkeypatch: pytest.MonkeyP
     assert called == [5]
 
 
+def test_an_unknown_option_is_refused_before_the_command_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After minutes of loading and writing, it would be late to hear of it."""
+
+    def command(x: int = 1) -> None:
+        raise AssertionError(f"called with {x}")
+
+    for commands, words, unknown in (
+        (command, ["--wrong", "5"], "--wrong"),
+        ({"go": command}, ["go", "1", "more"], "more"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["command", *words])
+        with pytest.raises(SystemExit) as refused:
+            terminal.run(commands)
+        assert refused.value.code == 2
+        assert f"Could not consume arg: {unknown}" in capsys.readouterr().err
+
+
 def test_a_command_pasted_as_one_line_is_told_of_its_backslash() -> None:
     """`... example_text_completion.py \\ --ckpt_dir DIR` on one line."""
     done = run("example_text_completion.py", " --ckpt_dir", "llama-2-7b/")
