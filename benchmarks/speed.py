@@ -25,13 +25,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import fire
 import speed_weights as weights
 import torch
 
 from llama import quantize as quant
 from llama.checkpoint import DTYPES, open_checkpoint
 from llama.layers import linear
+from llama.runtime import resolve_device
+from llama.terminal import run
 
 GGUF = {None: {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}, "int8": "Q8_0"}
 GGUF |= {"int4": "Q4_0"}
@@ -184,7 +185,8 @@ def main(
         plot: draw decoding against the limit, and over the context, which is measured for it.
     """
     lengths = [prompt_len] * batch if isinstance(prompt_len, int) else list(prompt_len)
-    check(quantize, batch, lengths, gen_len, rounds, plot)
+    check(dtype, quantize, batch, lengths, gen_len, rounds, threads, plot)
+    device = str(resolve_device(device))
     folder = weights.meta(shape, weights_dtype or dtype, shards)
     longest = max(max(lengths) + gen_len, 0 if plot is None else CONTEXTS[-1] + LATENCY_STEPS)
     common = {"folder": str(folder), "dtype": dtype, "device": device, "threads": threads}
@@ -214,15 +216,18 @@ def main(
 
 
 def check(
+    dtype: str,
     quantize: str | None,
     batch: int,
     lengths: list[int],
     gen_len: int,
     rounds: int,
+    threads: int,
     plot: str | None,
 ) -> None:
     """Refuse what could not be measured before anything is made."""
     refused = [
+        (dtype not in DTYPES, f"--dtype {dtype}: it must be one of {', '.join(DTYPES)}"),
         (
             quantize not in (None, *quant.KINDS),
             f"--quantize {quantize}: it must be one of {', '.join(quant.KINDS)}",
@@ -233,6 +238,7 @@ def check(
         ),
         (gen_len < 2, f"--gen_len {gen_len}: decoding begins with the second token"),
         (rounds < 1, f"--rounds {rounds}: it must be above 0"),
+        (threads < 1, f"--threads {threads}: it must be above 0"),
         (
             plot is not None and len(set(lengths)) > 1,
             "--plot shows decoding alone, which a ragged batch does not: leave one of them out",
@@ -338,4 +344,4 @@ def draw(found: dict[str, Any], path: str) -> None:
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run(main)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from llama import LlamaError
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import engines
@@ -68,19 +70,22 @@ def test_an_unknown_peer_is_named() -> None:
     ("options", "why"),
     [
         ({"shape": "13b"}, "'13b' is none of tiny, 110m, 1b, 7b"),
-        ({"shape": "tiny", "dtype": "float8"}, "'float8' is none of float32"),
+        ({"shape": "tiny", "dtype": "float8"}, "--dtype float8: it must be one of float32"),
         ({"quantize": "int3"}, "--quantize int3: it must be one of int8, int4"),
         ({"batch": 3, "prompt_len": (8, 400)}, "each row has one length, above 0"),
         ({"batch": 0}, "each row has one length, above 0"),
         ({"gen_len": 1}, "--gen_len 1: decoding begins with the second token"),
+        ({"weights_dtype": "float8"}, "'float8' is none of float32"),
         ({"rounds": 0}, "--rounds 0: it must be above 0"),
+        ({"threads": 0}, "--threads 0: it must be above 0"),
+        ({"device": "tpu"}, "device 'tpu' is unknown: pass 'cpu'"),
         ({"prompt_len": (8, 400), "plot": "p.png"}, "which a ragged batch does not"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_anything_is_made(
     options: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(SystemExit, match=why):
+    with pytest.raises((SystemExit, LlamaError), match=why):
         speed.main(**options)
 
 
