@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from llama.errors import LlamaError
+from llama.errors import LlamaError, require
 from llama.model import Transformer
 
 SHORTEST = 512  # slots in the first bucket; each one has twice as many as the one before
@@ -94,6 +94,11 @@ def compile_step(model: Transformer, *, verbose: bool) -> CompiledStep:
 
 def require_compiler(device: torch.device) -> None:
     """Refuse a device for which nothing that Inductor needs is installed."""
+    require(
+        not torch._dynamo.config.disable,
+        "compile=True, and torch's compiler is switched off: unset TORCH_COMPILE_DISABLE, or leave "
+        "compile out",
+    )
     found, needed = device.type == "cpu", "a C++ compiler, such as g++"
     if device.type == "cpu":
         from torch._inductor import cpp_builder, exc

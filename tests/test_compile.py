@@ -191,6 +191,12 @@ def test_nothing_is_compiled_without_being_asked_for(llama: Llama) -> None:
     assert graphs() == before
 
 
+def test_a_compiler_that_is_switched_off_is_told_in_a_sentence(folder: Path) -> None:
+    off = torch._dynamo.config.patch(disable=True)  # what TORCH_COMPILE_DISABLE=1 sets
+    with off, pytest.raises(LlamaError, match="switched off: unset TORCH_COMPILE_DISABLE"):
+        build(folder, compile=True)
+
+
 def test_a_missing_compiler_is_told_in_a_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
