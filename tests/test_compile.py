@@ -91,7 +91,11 @@ def test_answers_are_those_of_the_model_and_nothing_is_compiled_after_build(
         assert graphs() == n_graphs  # the model itself is as it was
 
 
-def test_a_dtype_without_fast_products_is_compiled_too(folder: Path) -> None:
+def test_a_dtype_without_fast_products_is_compiled_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Traced as for Inductor, without the code that takes it a dozen seconds.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     with build(folder, dtype="float16", compile=True) as llama:
         n_graphs = graphs()
         for n in (1, 2, 3):
@@ -101,8 +105,12 @@ def test_a_dtype_without_fast_products_is_compiled_too(folder: Path) -> None:
 
 @pytest.mark.parametrize("max_batch_size", [1, 2])
 def test_small_batches_are_compiled_too_and_build_says_so(
-    max_batch_size: int, folder: Path, capsys: pytest.CaptureFixture[str]
+    max_batch_size: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     with build(folder, max_batch_size=max_batch_size, compile=True, verbose=True) as llama:
         assert graphs() == max_batch_size
         assert "Compiled the decoding step in" in capsys.readouterr().out
@@ -163,9 +171,10 @@ def test_a_caller_can_compile_the_model_beside_any_number_of_our_graphs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(compiled, "SHORTEST", 8)
-    with build(folder, compile=True) as llama:
-        assert graphs() > torch._dynamo.config.recompile_limit
+    monkeypatch.setattr(compiled, "SHORTEST", 48)
+    limit = torch._dynamo.config.patch(recompile_limit=3)
+    with limit, build(folder, compile=True) as llama:
+        assert graphs() > 3
         tokens = torch.arange(5, 15)[None]
         whole = torch.compile(llama.model, fullgraph=True)
         assert torch.equal(whole(tokens, 0), llama.model(tokens, 0))

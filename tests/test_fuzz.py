@@ -474,7 +474,7 @@ def test_each_argument_of_a_command_may_be_anything(
 def test_a_megabyte_of_one_character_is_refused_by_its_length(tiny: Llama, character: str) -> None:
     tiny.reset()
     expected = make(tiny, GOOD)
-    long = character * 10**6
+    long = character * (10**6 // len(character.encode()))
     with pytest.raises(LlamaError, match="tokens, and max_seq_len is"):
         tiny.text_completion([long])
     with pytest.raises(LlamaError, match="tokens, and max_seq_len is"):
