@@ -54,8 +54,11 @@ def checked_flag(value: Any, name: str) -> bool:
 
 def whole(value: Any) -> int | None:
     """`value` as an int, if it is a whole number of whatever type; a truth value is none."""
+    if type(value) is int:
+        return value
+    dtype = str(getattr(value, "dtype", type(value).__name__))
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return None if dtype in ("bool", "torch.bool") else operator.index(value)
     except TypeError:
         return None
 
