@@ -601,7 +601,7 @@ class Life(RuleBasedStateMachine):
     @rule(call=calls(lambda right: right, "generate", "text_completion", "chat_completion"))
     def answer(self, call: tuple[str, Any, dict[str, Any]]) -> None:
         if self.is_held:
-            with pytest.raises(LlamaError, match="still open|tokens, and max_seq_len is"):
+            with pytest.raises(LlamaError, match=r"still open|tokens, and max_seq_len is"):
                 make(self.llama, call)
             return
         self.close_stream()
