@@ -61,11 +61,11 @@ def _onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     At one row it is 1.2 times as fast as the BLAS that F.linear calls, at a few rows twice, at many
     1.2 to 1.5 times. It rearranges its second factor: at 8 to 32 rows W xᵀ takes a fifth less.
     """
+    product = torch.ops.mkldnn._linear_pointwise
     n_rows = x.numel() // x.shape[-1]
     if not 8 <= n_rows <= 32:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    columns = x.reshape(n_rows, -1)
-    y = torch.ops.mkldnn._linear_pointwise(weight, columns, None, "none", [], "")  # (out, n_rows)
+        return product(x, weight, None, "none", [], "")
+    y = product(weight, x.reshape(n_rows, -1), None, "none", [], "")  # (out_features, n_rows)
     return y.t().contiguous().view(*x.shape[:-1], -1)
 
 
