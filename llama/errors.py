@@ -74,9 +74,9 @@ def checked_whole(value: Any, name: str, least: int = 0) -> int:
 
 
 def real(value: Any) -> float:
-    """`value` as a float; NaN if it is no number."""
+    """`value` as a float; NaN if it is no number, and a truth value is none."""
     try:
-        return float(value) if isinstance(value, Real) else math.nan
+        return math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
         return math.inf
 

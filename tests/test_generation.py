@@ -331,6 +331,7 @@ BAD_CALLS: list[tuple[str, Callable[[Llama], object]]] = [
     (r"max_gen_len 1\.5", lambda x: x.generate([[1]], 1.5)),
     (r"temperature -1", lambda x: x.generate([[1]], 1, -1)),
     (r"temperature nan", lambda x: x.generate([[1]], 1, float("nan"))),
+    (r"temperature True", lambda x: x.generate([[1]], 1, True)),  # `--temperature` and no number
     (r"temperature inf", lambda x: x.generate([[1]], 1, float("inf"))),
     (r"top_p 1\.1", lambda x: x.generate([[1]], 1, 0.6, 1.1)),
     (r"top_p -0\.1", lambda x: x.generate([[1]], 1, 0.6, -0.1)),
