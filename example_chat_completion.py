@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from llama import Dialog, Llama, LlamaError
-from llama.ranks import read_on_rank_0
-from llama.terminal import run
+from llama.cli import run
+from llama.parallel.ranks import read_on_rank_0
 
 # The shipped model knows small children's stories, and nothing else.
 STORY_DIALOGS: list[Dialog] = [

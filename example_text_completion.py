@@ -9,7 +9,7 @@ Without a checkpoint the small one that ships with the package is used.
 from __future__ import annotations
 
 from llama import Llama
-from llama.terminal import run
+from llama.cli import run
 
 # The shipped model knows small children's stories, and nothing else.
 STORY_PROMPTS = [

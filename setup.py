@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 plot = ["matplotlib"]
@@ -15,7 +15,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    packages=["llama"],
+    packages=find_packages(include=["llama", "llama.*"]),
     # An editable install is then a path, in which Python finds the package before a mere folder of
     # the name llama, such as the clone itself for whoever works in the folder above it.
     package_dir={"": "."},

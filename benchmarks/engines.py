@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from loading import Peak
 
-from llama import decoding, runtime
-from llama.checkpoint import DTYPES, open_checkpoint
-from llama.compiled import compile_step
-from llama.loading import load_model
+from llama import engine as decoding
+from llama.checkpoints.load import load_model
+from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.compile import compile_step
 from llama.model import ModelArgs
-from llama.prefix import CacheRecord
+from llama.parallel import groups as runtime
+from llama.prefix_cache import CacheRecord
 from llama.sampling import make_generator
 
 

@@ -24,9 +24,9 @@ import torch
 from engines import Ours
 from speed import cpu_name, machine_limits, random_prompts
 
+from llama.cli import run
 from llama.memory import usage
-from llama.prefix import CacheRecord
-from llama.terminal import run
+from llama.prefix_cache import CacheRecord
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32)

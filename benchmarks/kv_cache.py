@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 
-from llama import Llama, kv_cache, runtime, terminal
+from llama import Llama, kv_cache
+from llama import cli as terminal
 from llama.model import ModelArgs, Transformer
+from llama.parallel import groups as runtime
 
 SHAPE = {"dim": 512, "n_layers": 8, "n_heads": 8, "hidden_dim": 1376, "vocab_size": 1024}
 KINDS = ("pre-allocated", "torch.cat", "none")

@@ -23,9 +23,10 @@ from statistics import median
 
 import torch
 
-from llama import runtime, terminal
-from llama.checkpoint import DTYPES, load, open_checkpoint
+from llama import cli as terminal
+from llama.checkpoints.reader import DTYPES, load, open_checkpoint
 from llama.model import ModelArgs, Transformer
+from llama.parallel import groups as runtime
 
 
 def anonymous_bytes() -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoint import DTYPES, parameters
+from llama.checkpoints.reader import DTYPES, parameters
+from llama.cli import run
 from llama.model import ModelArgs
-from llama.terminal import run
 
 PARAMS = {
     "dim": 2048,

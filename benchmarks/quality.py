@@ -23,8 +23,8 @@ from speed import cpu_name
 from speed_weights import gguf_names
 
 from llama import Llama
+from llama.cli import run
 from llama.generation import STORIES
-from llama.terminal import run
 
 WINDOW = 512  # tokens that are read at once
 

@@ -27,7 +27,7 @@ from statistics import median
 import torch
 
 from llama import Llama, LlamaError
-from llama.terminal import run
+from llama.cli import run
 
 GROWTH_BYTES = 16 * 2**20  # what the allocator may keep; an instance of the shipped model takes 14
 BATCH = 4

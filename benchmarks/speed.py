@@ -29,10 +29,10 @@ import speed_weights as weights
 import torch
 
 from llama import quantize as quant
-from llama.checkpoint import DTYPES, open_checkpoint
-from llama.layers import linear
-from llama.runtime import resolve_device
-from llama.terminal import run
+from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.cli import run
+from llama.parallel.groups import resolve_device
+from llama.parallel.layers import linear
 
 GGUF = {None: {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}, "int8": "Q8_0"}
 GGUF |= {"int4": "Q4_0"}

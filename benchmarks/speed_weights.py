@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoint import DTYPES, open_checkpoint, parameters, require_split
-from llama.convert import convert
+from llama.checkpoints.convert import convert
+from llama.checkpoints.reader import DTYPES, open_checkpoint, parameters, require_split
 from llama.model import ModelArgs
 
 _KEYS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable
 
-from llama.checkpoint import DTYPES, OUTPUT, find_checkpoint, problems
-from llama.convert import convert
+from llama.checkpoints.convert import convert
+from llama.checkpoints.reader import DTYPES, find_checkpoint, problems
+from llama.cli import run
 from llama.errors import LlamaError, checked_path
-from llama.kv_cache import format_bytes
 from llama.memory import memory
-from llama.terminal import run
+from llama.parameters import OUTPUT
+from llama.sizes import format_bytes
 
 FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized"}
 

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llama import kv_cache, quantize
+from llama.checkpoints.files import looks_like
 from llama.errors import LlamaError, checked_path, checked_whole, require
-from llama.files import looks_like
 from llama.model import Transformer
-from llama.prefix import CacheRecord
+from llama.prefix_cache import CacheRecord
 
 
 @dataclass(frozen=True)

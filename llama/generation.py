@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from llama import cache_file, decoding, ranks
-from llama import checkpoint as checkpoints
-from llama import runtime as runtimes
+from llama import cache_file
+from llama import engine as decoding
 from llama.cache_file import CachedRow
 from llama.chat import (  # noqa: F401 (callers of the original import these from here)
     B_INST,
@@ -34,8 +33,11 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     dialog_tokens,
     has_tags,
 )
-from llama.compiled import CompiledStep, compile_step
-from llama.decoding import Row, Sampling
+from llama.checkpoints import reader as checkpoints
+from llama.checkpoints.load import load_model, load_tokenizer
+from llama.compile import CompiledStep, compile_step
+from llama.detokenizer import RowText, checked_stops
+from llama.engine import Row, Sampling
 from llama.errors import (
     checked_flag,
     checked_ids,
@@ -44,9 +46,9 @@ from llama.errors import (
     checked_whole,
     require,
 )
-from llama.loading import load_model, load_tokenizer
-from llama.memory import usage
 from llama.model import ModelArgs, Transformer
+from llama.parallel import groups as runtimes
+from llama.parallel import ranks
 from llama.predictions import (
     ChatPrediction,
     CompletionPrediction,
@@ -54,10 +56,10 @@ from llama.predictions import (
     prediction,
     refusal,
 )
-from llama.prefix import CacheRecord
+from llama.prefix_cache import CacheRecord
 from llama.requests import batch_rows, checked_limit, prompt_row
 from llama.sampling import checked_temperature, checked_top_p, make_generator, sample_top_p  # noqa: F401
-from llama.text import RowText, checked_stops
+from llama.sizes import usage
 from llama.tokenizer import Tokenizer
 from llama.turns import Turns
 
@@ -232,7 +234,9 @@ class Llama:
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: of the weights, of the cache, and of what is used of the cache."""
         with self._cache_turn():
-            return usage(self.model, self._record)
+            args, record = self.model.params, self._record
+            held = sum(min(len(record.tokens(row)), args.n_slots) for row in record.rows)
+            return usage(self.model, held)
 
     def save_cache(self, path: str | Path) -> None:
         """Write what the cache holds to a safetensors file, so that `load_cache` can go on."""

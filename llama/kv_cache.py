@@ -15,8 +15,6 @@ DTYPES = {
     for d in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 }
 SCALE_DTYPE = torch.float16  # of the scales of an int8 cache
-DECIMAL_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
-BINARY_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def slot_of(positions: torch.Tensor, n_slots: int) -> torch.Tensor:
@@ -140,89 +138,3 @@ def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
     name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
     require(name in DTYPES, f"kv_cache_dtype {shown(name)}: it must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-# What it costs. Everything is counted for one rank.
-
-
-def cache_bytes(
-    n_layers: int,
-    n_kv_heads: int,
-    head_dim: int,
-    *,
-    length: int = 1,
-    batch: int = 1,
-    dtype: torch.dtype = torch.float16,
-    ranks: int = 1,
-    window: int | None = None,
-    chunk: int | None = None,
-) -> int:
-    """Bytes of the cache: 2 * layers * heads * slots * batch * bytes of a head, for K and V.
-
-    It is a product, so each factor can be left out: per layer with `n_layers=1`, per token without
-    a length, per row without a batch.
-
-    Llama 2 7B at 2048 tokens in float16, one layer, then all of them:
-
-    >>> cache_bytes(1, 32, 128, length=2048)
-    33554432
-    >>> format_bytes(cache_bytes(32, 32, 128, length=2048))
-    '1.07 GB (1.00 GiB)'
-    """
-    slots = n_slots(length, window, chunk)
-    return 2 * n_layers * (n_kv_heads // ranks) * slots * batch * head_bytes(head_dim, dtype)
-
-
-def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one head's key, or value, at one position; int8 has a scale beside it."""
-    return head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype == torch.int8 else 0)
-
-
-def longest_context(
-    budget_bytes: int, token_bytes: int, window: int | None = None, chunk: int | None = None
-) -> int | None:
-    """How many tokens a row can hold; `token_bytes`: of one position in all rows.
-
-    None: with a window that fits there is no end.
-    """
-    slots = budget_bytes // token_bytes
-    return None if window is not None and slots >= window + (chunk or 1) - 1 else slots
-
-
-def largest_batch(budget_bytes: int, row_bytes: int) -> int:
-    """How many rows of this size fit."""
-    return budget_bytes // row_bytes
-
-
-def weights_bytes(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    ffn_dim: int,
-    vocab_size: int,
-    *,
-    dtype: torch.dtype = torch.float16,
-    ranks: int = 1,
-    tied: bool = False,
-) -> int:
-    """Bytes of a model's parameters. Matrices are split over the ranks, norms are whole on each.
-
-    `tied`: embedding and output are one matrix; on several ranks it is split in two ways, so that
-    nothing is shared.
-    """
-    kv_dim = n_kv_heads * (dim // n_heads)
-    layer = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * ffn_dim
-    vocabulary = vocab_size * dim * (1 if tied and ranks == 1 else 2)
-    norms = (2 * n_layers + 1) * dim
-    return ((n_layers * layer + vocabulary) // ranks + norms) * dtype.itemsize
-
-
-def format_bytes(n_bytes: int) -> str:
-    """A size in decimal and in binary units, such as 1.07 GB (1.00 GiB)."""
-    return f"{_in_units(n_bytes, DECIMAL_UNITS)} ({_in_units(n_bytes, BINARY_UNITS)})"
-
-
-def _in_units(n_bytes: int, units: dict[str, int]) -> str:
-    unit = next((name for name, size in units.items() if n_bytes >= size), "B")
-    return f"{n_bytes} B" if unit == "B" else f"{n_bytes / units[unit]:.2f} {unit}"

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from llama import kv_cache
-from llama.checkpoint import open_checkpoint, require_split, weights_bytes
-from llama.config import CONTEXT
+from llama.checkpoints.config import CONTEXT
+from llama.checkpoints.reader import open_checkpoint
+from llama.device import resolve_dtype
 from llama.errors import LlamaError, checked_path, checked_whole, require, shown
-from llama.kv_cache import format_bytes
-from llama.model import ModelArgs, Transformer
-from llama.prefix import CacheRecord
+from llama.model import ModelArgs
+from llama.parameters import require_split
 from llama.quantize import check_kind
-from llama.quantize import weights as quantized_weights
-from llama.runtime import resolve_dtype
+from llama.sizes import BINARY_UNITS, DECIMAL_UNITS, cache_bytes, format_bytes, weights_bytes
 
 _FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len")
 # By name; the last number is the context that the model was trained on.
@@ -80,7 +79,7 @@ class Plan:
 
     @property
     def cache_bytes(self) -> int:
-        return self.args.cache_bytes(self.cache_dtype, self.ranks)
+        return cache_bytes(self.args, self.cache_dtype, self.ranks)
 
     @property
     def row_bytes(self) -> int:
@@ -148,20 +147,6 @@ def memory(
         print(f"plot: {plot}")
 
 
-def usage(model: Transformer, record: CacheRecord) -> dict[str, int]:
-    """Bytes of a model on this rank: `weights_bytes`, `cache_bytes`, and `used_bytes` of it."""
-    args, attention = model.params, model.attentions[0]
-    # By address, since a tied output layer has the embedding's.
-    weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
-    cache = args.cache_bytes(attention.cache_k.dtype, args.kv_heads // attention.n_local_kv_heads)
-    used = sum(min(len(record.tokens(row)), args.n_slots) for row in record.rows)
-    return {
-        "weights_bytes": sum(weights.values()) + sum(w.nbytes for w in quantized_weights(model)),
-        "cache_bytes": cache,
-        "used_bytes": cache // (args.max_batch_size * args.n_slots) * used,
-    }
-
-
 def report(plan: Plan, *, title: str) -> Iterator[str]:
     """The table of sizes, line by line."""
     args, ranks = plan.args, plan.ranks
@@ -196,18 +181,17 @@ def what_fits(plan: Plan, budget_bytes: int) -> Iterator[str]:
         f"a budget of {format_bytes(budget_bytes)} is {format_bytes(-left)} less than the weights, "
         f"{format_bytes(plan.weights_bytes)}: more ranks, or a narrower dtype",
     )
-    longest = kv_cache.longest_context(
-        left, plan.token_bytes * args.max_batch_size, args.sliding_window, args.prefill_chunk
-    )
+    slots, window = left // (plan.token_bytes * args.max_batch_size), args.sliding_window
+    endless = window is not None and slots >= window + (args.prefill_chunk or 1) - 1
     yield _line("budget", format_bytes(budget_bytes))
     yield _line("left for the cache", format_bytes(left))
     yield _line(
         f"longest context, batch of {args.max_batch_size}",
-        "without end: the window fits" if longest is None else f"{longest} tokens",
+        "without end: the window fits" if endless else f"{slots} tokens",
     )
     yield _line(
         f"largest batch, {args.n_slots} slots each",
-        f"{kv_cache.largest_batch(left, plan.row_bytes)} rows",
+        f"{left // plan.row_bytes} rows",
     )
 
 
@@ -231,14 +215,16 @@ def draw(plan: Plan, path: str, *, title: str) -> None:
     axes = figure.subplots()
     for label, (n_kv_heads, w) in curves.items():
         sizes = [
-            kv_cache.cache_bytes(
-                args.n_layers,
-                n_kv_heads,
-                args.head_dim,
-                length=length,
-                dtype=plan.cache_dtype,
-                window=w,
-                chunk=1,
+            cache_bytes(
+                replace(
+                    args,
+                    n_kv_heads=n_kv_heads,
+                    max_seq_len=length,
+                    max_batch_size=1,
+                    sliding_window=w,
+                    prefill_chunk=1,
+                ),
+                plan.cache_dtype,
             )
             for length in lengths
         ]
@@ -259,7 +245,7 @@ def draw(plan: Plan, path: str, *, title: str) -> None:
 def parse_bytes(size: str | int) -> int:
     """24GiB, 24 GB, 1.5tib or a plain number of bytes."""
     units = {"": 1, "b": 1}
-    units |= {u.lower(): n for u, n in (kv_cache.DECIMAL_UNITS | kv_cache.BINARY_UNITS).items()}
+    units |= {u.lower(): n for u, n in (DECIMAL_UNITS | BINARY_UNITS).items()}
     text = size if isinstance(size, str) else shown(size)
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{0,30})?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in units:

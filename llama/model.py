@@ -18,7 +18,7 @@ from torch import nn
 
 from llama import kv_cache
 from llama.errors import LlamaError, require
-from llama.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 
 @dataclass
@@ -68,23 +68,6 @@ class ModelArgs:
     def longest_chunk(self) -> int:
         """How many tokens one pass may read once the ring turns; 0: it must not turn."""
         return kv_cache.longest_chunk(self.n_slots, self.sliding_window)
-
-    def weights_bytes(self, dtype: torch.dtype, ranks: int = 1, *, tied: bool = False) -> int:
-        """Bytes of the parameters on one rank."""
-        shape = (self.dim, self.n_layers, self.n_heads, self.kv_heads, self.ffn_dim)
-        return kv_cache.weights_bytes(*shape, self.vocab_size, dtype=dtype, ranks=ranks, tied=tied)
-
-    def cache_bytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
-        """Bytes of the whole cache on one rank."""
-        return kv_cache.cache_bytes(
-            self.n_layers,
-            self.kv_heads,
-            self.head_dim,
-            length=self.n_slots,
-            batch=self.max_batch_size,
-            dtype=dtype,
-            ranks=ranks,
-        )
 
 
 class RMSNorm(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypedDict
 
 from llama.chat import Message
-from llama.decoding import FinishReason, Row
-from llama.text import RowText
+from llama.detokenizer import RowText
+from llama.engine import FinishReason, Row
 
 
 class Details(TypedDict, total=False):

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from llama.errors import LlamaError, require, shown
-from llama.layers import TILE_ROWS, ParallelEmbedding
 
 KINDS = ("int8", "int4")
 PARTS = ("values", "scales")  # names in a file, behind the parameter's
@@ -35,6 +34,7 @@ GROUPS = (128, 64, 32)  # the first that divides a row
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 # Half of all weights, whose inputs bear being rounded to 8 bits: see benchmarks/README.md.
 ONE_DIGIT = ("w1.weight", "w3.weight")
+TILE_ROWS = 1024  # of a weight that is converted in pieces: a few MB of float32 at a time
 TINY = 2.0**-100  # the least scale, of a row of zeros
 # glibc keeps what was freed while weights are made, in all as much as they; others have no need.
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
@@ -279,7 +279,7 @@ def install(name: str, layer: nn.Module, parts: Parts, device: torch.device) -> 
     """Give `layer` a quantized weight in the place of its parameter, as the device wants it."""
     values, scales = (part.to(device) for part in parts)
     is_int8 = values.dtype == torch.int8
-    has_kernel = device.type == "cpu" and not isinstance(layer, ParallelEmbedding)
+    has_kernel = device.type == "cpu" and not hasattr(layer, "num_embeddings")
     if has_kernel and is_int8 and HAS_FBGEMM:
         digits = 1 if name.endswith(ONE_DIGIT) else 2
         product = functools.partial(packed_int8_linear, digits=digits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llama.decoding import Row
+from llama.engine import Row
 from llama.errors import checked_ids, checked_list, checked_whole, require
 from llama.model import ModelArgs
 

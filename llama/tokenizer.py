@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
+from llama.checkpoints.files import looks_like
 from llama.errors import LlamaError, checked_flag, checked_ids, checked_path, require, shown
-from llama.files import looks_like
 
 
 class Tokenizer:

@@ -8,8 +8,8 @@ import sys
 import time
 
 from llama import Llama
-from llama import checkpoint as checkpoints
-from llama import runtime as runtimes
+from llama.checkpoints import reader as checkpoints
+from llama.parallel import groups as runtimes
 
 FAULTY = os.environ["RANK"] == "1"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rank_answers import sentence
 
 from llama import Llama
-from llama.ranks import read_on_rank_0
+from llama.parallel.ranks import read_on_rank_0
 
 RANK = int(os.environ["RANK"])
 

@@ -17,8 +17,9 @@ import torch
 from conftest import GOLDEN
 
 import llama as package
-from llama import Llama, LlamaError, runtime
+from llama import Llama, LlamaError
 from llama.generation import STORIES
+from llama.parallel import groups as runtime
 
 ROOT = Path(package.__file__).parent.parent
 

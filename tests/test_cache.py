@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError, cache_file, kv_cache
-from llama import checkpoint as checkpoints
+from llama.checkpoints import reader as checkpoints
 from llama.generation import STORIES
 
 TOKENIZER = GOLDEN / "rand_gqa" / "tokenizer.model"

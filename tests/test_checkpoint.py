@@ -21,8 +21,10 @@ from fairscale.nn.model_parallel import initialize as groups
 from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError
-from llama import checkpoint as checkpoints
-from llama.checkpoint import (
+from llama.checkpoints import reader as checkpoints
+from llama.checkpoints.config import read_config, read_params
+from llama.checkpoints.files import looks_like
+from llama.checkpoints.reader import (
     Checkpoint,
     load,
     open_checkpoint,
@@ -30,8 +32,6 @@ from llama.checkpoint import (
     require_room,
     require_split,
 )
-from llama.config import read_config, read_params
-from llama.files import looks_like
 from llama.generation import STORIES
 from llama.model import ModelArgs, Transformer
 
@@ -588,7 +588,7 @@ def test_a_file_that_the_disk_does_not_give_is_named(
     def broken(path: Path, *_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("llama.files.looks_like", broken)
+    monkeypatch.setattr("llama.checkpoints.files.looks_like", broken)
     with pytest.raises(LlamaError, match=r"consolidated.00.pth cannot be read: Input/output error"):
         open_checkpoint(folder)
     monkeypatch.setattr(Path, "read_text", broken)

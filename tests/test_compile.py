@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from llama import Llama, LlamaError, compiled, kv_cache, layers, quantize
-from llama.compiled import bucket_lengths, require_compiler
+from llama import Llama, LlamaError, kv_cache, quantize
+from llama import compile as compiled
+from llama.compile import bucket_lengths, require_compiler
 from llama.generation import STORIES
+from llama.parallel import layers
 
 PROMPTS = ["Once upon a time", "Lily and Ben went to the park and saw", "The dog"]
 

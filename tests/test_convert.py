@@ -18,10 +18,10 @@ from conftest import ATOL
 from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError
-from llama import convert as converting
-from llama.checkpoint import open_checkpoint
-from llama.config import to_params
-from llama.convert import convert
+from llama.checkpoints import convert as converting
+from llama.checkpoints.config import to_params
+from llama.checkpoints.convert import convert
+from llama.checkpoints.reader import open_checkpoint
 from llama.generation import STORIES
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}

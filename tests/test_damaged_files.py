@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from spawn import python
 
 from llama import Llama, LlamaError, Tokenizer
-from llama.convert import convert
+from llama.checkpoints.convert import convert
 from llama.generation import STORIES
 
 PLACES = int(os.environ.get("FUZZ_PLACES", "40"))  # of each kind of file

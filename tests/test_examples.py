@@ -12,7 +12,8 @@ from typing import IO
 
 import pytest
 
-from llama import Llama, terminal
+from llama import Llama
+from llama import cli as terminal
 
 ROOT = Path(__file__).parent.parent
 RULER = "\n==================================\n"
@@ -95,7 +96,7 @@ def test_a_chat_that_does_not_fit_says_so_and_goes_on() -> None:
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
 def test_curly_quotes_get_a_substitute_under_a_terminal_that_lacks_them(encoding: str) -> None:
     code = (
-        "import sys, example_text_completion as e, llama.terminal as t\n"
+        "import sys, example_text_completion as e, llama.cli as t\n"
         "e.STORY_PROMPTS = ['\\u201cHi\\u201d \\u4f60']\n"
         "sys.argv = ['example', '--max_gen_len', '3']\n"
         "t.run(e.main)"
@@ -136,7 +137,7 @@ def test_ctrl_c_ends_an_example_in_silence() -> None:
 
 def test_input_that_is_no_text_gets_a_substitute() -> None:
     code = (
-        "import sys, example_chat_completion as e, llama.terminal as t\n"
+        "import sys, example_chat_completion as e, llama.cli as t\n"
         "sys.argv = ['example', '--interactive', '--temperature', '0', '--max_gen_len', '3']\n"
         "t.run(e.main)"
     )

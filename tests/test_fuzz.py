@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 
 from llama import Llama, LlamaError, Tokenizer
 from llama.__main__ import COMMANDS
-from llama.convert import convert
+from llama.checkpoints.convert import convert
 from llama.generation import STORIES
 from llama.memory import memory
 from llama.sampling import sample, sample_top_p

@@ -7,7 +7,6 @@ import torch
 from conftest import ATOL
 
 from llama import Llama, LlamaError, ModelArgs
-from llama.layers import ColumnParallelLinear
 from llama.model import (
     FeedForward,
     RMSNorm,
@@ -17,6 +16,7 @@ from llama.model import (
     repeat_kv,
     reshape_for_broadcast,
 )
+from llama.parallel.layers import ColumnParallelLinear
 
 TOKENS = torch.tensor([[1, 387, 391, 261, 372, 5, 6, 7, 8, 9, 10, 300, 301, 302, 303, 304]])
 

@@ -21,8 +21,8 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from llama import Llama
-from llama.checkpoint import open_checkpoint
-from llama.convert import convert
+from llama.checkpoints.convert import convert
+from llama.checkpoints.reader import open_checkpoint
 from llama.quantize import LEVELS
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llama import Llama, LlamaError, quantize
-from llama.checkpoint import open_checkpoint
-from llama.convert import convert
+from llama.checkpoints.convert import convert
+from llama.checkpoints.reader import open_checkpoint
 from llama.generation import STORIES
 
 PROMPTS = ["Once upon a time", "Lily and Ben went to the"]

@@ -21,7 +21,7 @@ import pytest
 from checkpoints import write_meta
 from spawn import ROOT, TORCHRUN, run
 
-from llama.convert import convert
+from llama.checkpoints.convert import convert
 from llama.generation import STORIES
 from llama.kv_cache import format_bytes
 from llama.memory import Plan, architecture

@@ -10,10 +10,11 @@ import pytest
 import torch
 from spawn import Run, python
 
-from llama import LlamaError, runtime
-from llama.checkpoint import require_room
+from llama import LlamaError
+from llama.checkpoints.reader import require_room
 from llama.model import ModelArgs
-from llama.runtime import CONNECT_S, available_bytes, resolve_device, resolve_dtype
+from llama.parallel import groups as runtime
+from llama.parallel.groups import CONNECT_S, available_bytes, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 NAMESPACES = shutil.which("ip") is not None and (
@@ -25,7 +26,7 @@ LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER
 MADE_BY_CALLER = """
 import torch, torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
-from llama.runtime import setup, teardown
+from llama.parallel.groups import setup, teardown
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
@@ -154,7 +155,7 @@ def state():
     return (dict(os.environ), id(sys.stdout), id(sys.excepthook), torch.get_default_dtype(),
             torch.get_default_device(), torch.get_rng_state().tolist())
 before = state()
-from llama.runtime import setup, teardown
+from llama.parallel.groups import setup, teardown
 runtime = setup()
 assert state() == before
 mine = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
@@ -175,7 +176,7 @@ assert state() == before
 def test_a_process_alone_needs_no_network_and_no_name_for_its_host() -> None:
     network = 'hostname nowhere.invalid; ip link set lo up; exec "$@"'
     prefix = ["unshare", "--net", "--uts", "bash", "-c", network, "-"]
-    ok(python("from llama.runtime import setup; setup()", prefix=prefix))
+    ok(python("from llama.parallel.groups import setup; setup()", prefix=prefix))
 
 
 def test_groups_go_with_the_last_that_uses_them_and_can_be_made_again() -> None:
@@ -184,7 +185,7 @@ def test_groups_go_with_the_last_that_uses_them_and_can_be_made_again() -> None:
             """
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
-from llama.runtime import setup, teardown
+from llama.parallel.groups import setup, teardown
 for _ in range(2):
     first, second = setup(), setup(dtype="bf16")
     assert first.world_size == first.model_parallel_size == first.replicas == 1
@@ -228,7 +229,7 @@ def test_a_caller_may_destroy_the_groups_that_were_made_here() -> None:
         python(
             """
 import torch.distributed as dist
-from llama.runtime import setup, teardown
+from llama.parallel.groups import setup, teardown
 runtime = setup()
 dist.destroy_process_group()
 teardown(setup())
@@ -243,7 +244,7 @@ def test_an_impossible_model_parallel_size_is_refused_and_leaves_no_group() -> N
         python(
             """
 import torch.distributed as dist
-from llama.runtime import LlamaError, setup
+from llama.parallel.groups import LlamaError, setup
 for size in (2, 0, "2"):
     try:
         setup(model_parallel_size=size)
@@ -272,11 +273,15 @@ for size in (2, 0, "2"):
     ],
 )
 def test_a_broken_or_left_over_launch_is_named_at_once(env: dict[str, str], message: str) -> None:
-    run = python("from llama.runtime import setup; setup(timeout_s=1)", **env)
+    run = python("from llama.parallel.groups import setup; setup(timeout_s=1)", **env)
     assert run.returncode == 1
     assert message in run.stderr.splitlines()[-1]
 
 
 def test_a_left_over_launch_is_not_waited_for_as_long_as_a_rank_is() -> None:
     assert CONNECT_S <= 60  # what the tests above do with 1 s; a rank has 600 s
-    ok(python("from llama.runtime import setup; setup()", **(LEFT_OVER | {"WORLD_SIZE": "1"})))
+    ok(
+        python(
+            "from llama.parallel.groups import setup; setup()", **(LEFT_OVER | {"WORLD_SIZE": "1"})
+        )
+    )

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llama import layers, sampling
+from llama import sampling
+from llama.parallel import layers
 from llama.sampling import MOST_LIKELY, make_generator, sample_top_p
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llama import LlamaError, Tokenizer
+from llama.detokenizer import RowText, StopFinder
 from llama.generation import STORIES
-from llama.text import RowText, StopFinder
 from llama.tokenizer import StreamDecoder
 
 TOKENIZER = Tokenizer(STORIES / "tokenizer.model")

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
 
-from llama.decoding import Row, Sampling
+from llama.engine import Row, Sampling
 from llama.errors import LlamaError
-from llama.layers import all_gather
 from llama.model import RMSNorm, Transformer
-from llama.runtime import Runtime, check_same, input_group, name_ranks
+from llama.parallel.groups import Runtime, check_same, input_group, name_ranks
+from llama.parallel.layers import all_gather
 
 T = TypeVar("T")
 

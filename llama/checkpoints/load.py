@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
-from llama import checkpoint as checkpoints
-from llama import ranks
+from llama.checkpoints import reader as checkpoints
 from llama.errors import LlamaError, checked_path, require
 from llama.kv_cache import checked_dtype
 from llama.model import ModelArgs, Transformer
-from llama.runtime import Runtime
+from llama.parallel import ranks
+from llama.parallel.groups import Runtime
+from llama.sizes import require_room
 from llama.tokenizer import Tokenizer
 
 
@@ -55,7 +56,7 @@ def load_model(
     device, dtype = runtime.device, runtime.dtype
     cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
     kind = checkpoint.check_quantize(quantize, runtime.model_parallel_size)
-    checkpoints.require_room(
+    require_room(
         args,
         device=device,
         dtype=dtype,

@@ -19,8 +19,8 @@ from fairscale.nn.model_parallel.utils import divide_and_check_no_remainder
 from torch import nn
 
 from llama.errors import LlamaError
+from llama.quantize import TILE_ROWS
 
-TILE_ROWS = 1024  # of a weight that is converted in pieces: a few MB of float32 at a time
 SMALL = 2**18  # a weight of fewer numbers is read faster than another operator is called
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # Without instructions for a dtype of 16 bits, its products of several rows are up to hundreds of

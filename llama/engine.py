@@ -17,7 +17,7 @@ import torch
 from llama import sampling
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Transformer
-from llama.prefix import CacheRecord
+from llama.prefix_cache import CacheRecord
 
 FinishReason = Literal["stop", "length"]
 

@@ -18,22 +18,19 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from llama import quantize as quant
-from llama.checkpoint import (
+from llama.checkpoints.config import to_config, to_params
+from llama.checkpoints.files import read_json
+from llama.checkpoints.reader import (
     DTYPES,
-    EMBEDDING,
-    OUTPUT,
     WEIGHT_FILE,
     Checkpoint,
     equal,
     open_checkpoint,
-    permute_heads,
     progress_bar,
-    require_split,
 )
-from llama.config import to_config, to_params
 from llama.errors import LlamaError, checked_flag, checked_path, checked_whole, require, shown
-from llama.files import read_json
-from llama.kv_cache import format_bytes
+from llama.parameters import EMBEDDING, OUTPUT, permute_heads, require_split
+from llama.sizes import format_bytes
 
 _FACTS = ("params.json", "config.json")
 # What lies beside the weights, and is the same in both formats.

@@ -21,33 +21,20 @@ from torch import nn
 from tqdm import tqdm
 
 from llama import quantize as quant
-from llama.config import Config, read_config, read_params
+from llama.checkpoints.config import Config, read_config, read_params
+from llama.checkpoints.files import map_tensors, read_json
 from llama.errors import LlamaError, require, shown
-from llama.files import map_tensors, read_json
-from llama.kv_cache import format_bytes
 from llama.model import ModelArgs, Transformer
-from llama.runtime import available_bytes
+from llama.parameters import (
+    EMBEDDING,
+    OUTPUT,
+    Parameter,
+    hf_name,
+    parameters,
+    permute_heads,
+    require_split,
+)
 
-# The shape of the whole, the axis that ranks and Meta's shards split (None: each has it whole), and
-# the name in a Hugging Face folder. A layer's names have `layers.N.` or `model.layers.N.` in front.
-_OF_THE_MODEL = {
-    "tok_embeddings.weight": (("vocab", "dim"), 1, "model.embed_tokens.weight"),
-    "norm.weight": (("dim",), None, "model.norm.weight"),
-    "output.weight": (("vocab", "dim"), 0, "lm_head.weight"),
-}
-_OF_A_LAYER = {
-    "attention.wq.weight": (("q", "dim"), 0, "self_attn.q_proj.weight"),
-    "attention.wk.weight": (("kv", "dim"), 0, "self_attn.k_proj.weight"),
-    "attention.wv.weight": (("kv", "dim"), 0, "self_attn.v_proj.weight"),
-    "attention.wo.weight": (("dim", "q"), 1, "self_attn.o_proj.weight"),
-    "feed_forward.w1.weight": (("ffn", "dim"), 0, "mlp.gate_proj.weight"),
-    "feed_forward.w2.weight": (("dim", "ffn"), 1, "mlp.down_proj.weight"),
-    "feed_forward.w3.weight": (("ffn", "dim"), 0, "mlp.up_proj.weight"),
-    "attention_norm.weight": (("dim",), None, "input_layernorm.weight"),
-    "ffn_norm.weight": (("dim",), None, "post_attention_layernorm.weight"),
-}
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
-_ROTARY = ("attention.wq.weight", "attention.wk.weight")  # see `permute_heads`
 _COMPUTED = re.compile(r"rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but no parameters
 # What `convert --quantize` writes: its kind, and for which of how many ranks a file is.
 _QUANTIZED = re.compile(rf"quantized\.({'|'.join(quant.KINDS)})\.(\d\d)-of-(\d\d)\.safetensors")
@@ -58,41 +45,6 @@ WEIGHT_FILE = re.compile(
     r"|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class Parameter(NamedTuple):
-    shape: tuple[int, ...]
-    axis: int | None
-    hf_name: str
-    rotary: bool  # Hugging Face permutes its rows
-
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """Of each rank's part."""
-        return tuple(n // ranks if i == self.axis else n for i, n in enumerate(self.shape))
-
-
-def parameters(args: ModelArgs) -> dict[str, Parameter]:
-    """Every parameter of the model by name."""
-    q, kv = args.n_heads * args.head_dim, args.kv_heads * args.head_dim
-    sizes = {"vocab": args.vocab_size, "dim": args.dim, "q": q, "kv": kv, "ffn": args.ffn_dim}
-    tables = [("", "", _OF_THE_MODEL)]
-    tables += [(f"layers.{i}.", f"model.layers.{i}.", _OF_A_LAYER) for i in range(args.n_layers)]
-    return {
-        prefix + name: Parameter(
-            tuple(sizes[s] for s in shape), axis, hf_prefix + hf_name, name in _ROTARY
-        )
-        for prefix, hf_prefix, table in tables
-        for name, (shape, axis, hf_name) in table.items()
-    }
-
-
-def permute_heads(rows: torch.Tensor, a: int, b: int) -> torch.Tensor:
-    """View the rows of each head, an a x b table, as b x a: (heads, b, a, in_features).
-
-    Meta keeps the two dimensions of a rotary pair side by side, Hugging Face half a head apart: its
-    head is a table of 2 x head_dim / 2, and Meta's one of head_dim / 2 x 2.
-    """
-    return rows.unflatten(0, (-1, a, b)).transpose(1, 2)
 
 
 class Part(NamedTuple):
@@ -297,7 +249,7 @@ def _open_quantized(path: Path, files: list[Path]) -> Checkpoint:
 def _open_hf(path: Path) -> Checkpoint:
     config, files = read_config(path / "config.json"), _hf_files(path)
     by_hf_name = _map_all(files)
-    vocab_size, _ = _embedding_shape(by_hf_name, _OF_THE_MODEL[EMBEDDING][2], path)
+    vocab_size, _ = _embedding_shape(by_hf_name, hf_name(EMBEDDING), path)
     named = parameters(ModelArgs(**config.params))
     ours = {parameter.hf_name: name for name, parameter in named.items()}
     parts = {ours.get(name, name): part for name, part in by_hf_name.items()}
@@ -437,74 +389,6 @@ def _missing_shards(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> 
     missing = shards - len(checkpoint.files)
     few = rest == 0 and missing > 0
     return f": it is one of {shards} shards, of which {missing} may be missing" if few else ""
-
-
-def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
-    """Refuse a number of ranks, or of shards, that cannot share the model evenly."""
-    shared = {
-        "heads": args.n_heads,
-        "key/value heads": args.kv_heads,
-        "rows of the feed-forward layers": args.ffn_dim,
-        "rows of the vocabulary": args.vocab_size,
-    }
-    fewer = range(1, min(parts, min(shared.values()) + 1))
-    possible = [str(n) for n in fewer if not any(size % n for size in shared.values())]
-    for what, size in shared.items():
-        require(
-            size % parts == 0,
-            f"{size} {what} do not divide by {parts} {name}: use {', '.join(possible[-4:])}",
-        )
-
-
-def weights_bytes(
-    args: ModelArgs,
-    *,
-    dtype: torch.dtype,
-    ranks: int = 1,
-    tied: bool = False,
-    quantize: str | None = None,
-) -> int:
-    """Bytes of one rank's weights, as they are or quantized."""
-    if quantize is None:
-        return args.weights_bytes(dtype, ranks, tied=tied)
-    shapes = {name: p.local_shape(ranks) for name, p in parameters(args).items()}
-    return quant.total_bytes(shapes, quantize, dtype)
-
-
-def require_room(
-    args: ModelArgs,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
-    ranks: int = 1,
-    tied: bool = False,
-    quantize: str | None = None,
-) -> None:
-    """Refuse a model that `ranks` cannot share, or whose weights and cache do not fit.
-
-    Every rank has to call it: all of them go by the one that has least.
-    """
-    require_split(args, ranks)
-    device = torch.device(device)
-    available = available_bytes(device)
-    if available is None:
-        return
-    if ranks > 1:
-        least = torch.tensor(available, device=device)
-        minimum = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(least, minimum, groups.get_model_parallel_group())
-        on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        available = int(least) // (min(ranks, on_this_host) if device.type == "cpu" else 1)
-    weights = weights_bytes(args, dtype=dtype, ranks=ranks, tied=tied, quantize=quantize)
-    cache = args.cache_bytes(cache_dtype or dtype, ranks)
-    require(
-        weights + cache <= available,
-        f"the weights need {format_bytes(weights)} and the cache {format_bytes(cache)} on each of "
-        f"{ranks} ranks, and {device} has {format_bytes(available)} for each: lower max_seq_len "
-        f"({args.max_seq_len}) or max_batch_size ({args.max_batch_size}), or choose a smaller "
-        f"dtype than {str(dtype).removeprefix('torch.')}, or quantize",
-    )
 
 
 def load(

@@ -6,8 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llama.checkpoints.files import read_json
 from llama.errors import require
-from llama.files import read_json
 from llama.model import ModelArgs, feed_forward_width
 
 # What config.json calls a field of ModelArgs; params.json has the fields' own names.

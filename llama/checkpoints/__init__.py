@@ -1,0 +1,1 @@
+"""Checkpoints of every format: recognize, read, load, convert."""

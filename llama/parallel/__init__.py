@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers, process groups, and what ranks tell each other."""

@@ -1,0 +1,88 @@
+"""The table of parameters: name, shape, split axis, and the name in a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from llama.errors import require
+from llama.model import ModelArgs
+
+# The shape of the whole, the axis that ranks and Meta's shards split (None: each has it whole), and
+# the name in a Hugging Face folder. A layer's names have `layers.N.` or `model.layers.N.` in front.
+_OF_THE_MODEL = {
+    "tok_embeddings.weight": (("vocab", "dim"), 1, "model.embed_tokens.weight"),
+    "norm.weight": (("dim",), None, "model.norm.weight"),
+    "output.weight": (("vocab", "dim"), 0, "lm_head.weight"),
+}
+_OF_A_LAYER = {
+    "attention.wq.weight": (("q", "dim"), 0, "self_attn.q_proj.weight"),
+    "attention.wk.weight": (("kv", "dim"), 0, "self_attn.k_proj.weight"),
+    "attention.wv.weight": (("kv", "dim"), 0, "self_attn.v_proj.weight"),
+    "attention.wo.weight": (("dim", "q"), 1, "self_attn.o_proj.weight"),
+    "feed_forward.w1.weight": (("ffn", "dim"), 0, "mlp.gate_proj.weight"),
+    "feed_forward.w2.weight": (("dim", "ffn"), 1, "mlp.down_proj.weight"),
+    "feed_forward.w3.weight": (("ffn", "dim"), 0, "mlp.up_proj.weight"),
+    "attention_norm.weight": (("dim",), None, "input_layernorm.weight"),
+    "ffn_norm.weight": (("dim",), None, "post_attention_layernorm.weight"),
+}
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+_ROTARY = ("attention.wq.weight", "attention.wk.weight")  # see `permute_heads`
+
+
+class Parameter(NamedTuple):
+    shape: tuple[int, ...]
+    axis: int | None
+    hf_name: str
+    rotary: bool  # Hugging Face permutes its rows
+
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of each rank's part."""
+        return tuple(n // ranks if i == self.axis else n for i, n in enumerate(self.shape))
+
+
+def parameters(args: ModelArgs) -> dict[str, Parameter]:
+    """Every parameter of the model by name."""
+    q, kv = args.n_heads * args.head_dim, args.kv_heads * args.head_dim
+    sizes = {"vocab": args.vocab_size, "dim": args.dim, "q": q, "kv": kv, "ffn": args.ffn_dim}
+    tables = [("", "", _OF_THE_MODEL)]
+    tables += [(f"layers.{i}.", f"model.layers.{i}.", _OF_A_LAYER) for i in range(args.n_layers)]
+    return {
+        prefix + name: Parameter(
+            tuple(sizes[s] for s in shape), axis, hf_prefix + hf_name, name in _ROTARY
+        )
+        for prefix, hf_prefix, table in tables
+        for name, (shape, axis, hf_name) in table.items()
+    }
+
+
+def hf_name(name: str) -> str:
+    """The name of a parameter outside the layers in a Hugging Face folder."""
+    return _OF_THE_MODEL[name][2]
+
+
+def permute_heads(rows: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """View the rows of each head, an a x b table, as b x a: (heads, b, a, in_features).
+
+    Meta keeps the two dimensions of a rotary pair side by side, Hugging Face half a head apart: its
+    head is a table of 2 x head_dim / 2, and Meta's one of head_dim / 2 x 2.
+    """
+    return rows.unflatten(0, (-1, a, b)).transpose(1, 2)
+
+
+def require_split(args: ModelArgs, parts: int, name: str = "ranks") -> None:
+    """Refuse a number of ranks, or of shards, that cannot share the model evenly."""
+    shared = {
+        "heads": args.n_heads,
+        "key/value heads": args.kv_heads,
+        "rows of the feed-forward layers": args.ffn_dim,
+        "rows of the vocabulary": args.vocab_size,
+    }
+    fewer = range(1, min(parts, min(shared.values()) + 1))
+    possible = [str(n) for n in fewer if not any(size % n for size in shared.values())]
+    for what, size in shared.items():
+        require(
+            size % parts == 0,
+            f"{size} {what} do not divide by {parts} {name}: use {', '.join(possible[-4:])}",
+        )
