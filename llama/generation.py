@@ -26,17 +26,15 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     E_SYS,
     SPECIAL_TAGS,
     UNSAFE_ERROR,
+    ChatFormat,
     Dialog,
     Message,
     Role,
-    check_dialog,
-    dialog_tokens,
-    has_tags,
 )
 from llama.checkpoints import reader as checkpoints
 from llama.checkpoints.load import load_model, load_tokenizer
 from llama.compile import CompiledStep, compile_step
-from llama.detokenizer import RowText, checked_stops
+from llama.detokenizer import Detokenizer, check_stop
 from llama.engine import Row, Sampling
 from llama.errors import (
     checked_flag,
@@ -313,7 +311,7 @@ class Llama:
         ]
         require(len(rows) > 0, "there are no prompts: pass at least one text")
         how = self._sampling(temperature, top_p, seed)
-        stop = checked_stops(stop)
+        stop = check_stop(stop)
         logprobs, echo = checked_flag(logprobs, "logprobs"), checked_flag(echo, "echo")
         return self._complete(rows, how, stop, logprobs=logprobs, echo=echo)
 
@@ -340,9 +338,9 @@ class Llama:
         rows = {
             i: self._dialog_row(i, dialog, max_gen_len)
             for i, dialog in enumerate(dialogs)
-            if _is_safe(dialog, i, allow_tags)
+            if self._is_safe(dialog, i, allow_tags)
         }
-        how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
+        how, stop = self._sampling(temperature, top_p, seed), check_stop(stop)
         texts = self._complete(list(rows.values()), how, stop, logprobs=logprobs, echo=False)
         answers = [refusal(UNSAFE_ERROR, logprobs=logprobs) for _ in dialogs]
         for i, answer in zip(rows, texts, strict=True):
@@ -367,7 +365,7 @@ class Llama:
         The pieces join to the generated text; the iterator's return value is the prediction.
         """
         row = self._text_row("the prompt", prompt, max_gen_len)
-        return self._stream_row(row, self._sampling(temperature, top_p, seed), checked_stops(stop))
+        return self._stream_row(row, self._sampling(temperature, top_p, seed), check_stop(stop))
 
     def stream_chat(
         self,
@@ -381,9 +379,9 @@ class Llama:
         allow_tags: bool = False,
     ) -> Generator[str, None, CompletionPrediction]:
         """As `chat_completion` for one dialog, in pieces, each as soon as it is certain."""
-        how, stop = self._sampling(temperature, top_p, seed), checked_stops(stop)
+        how, stop = self._sampling(temperature, top_p, seed), check_stop(stop)
         max_gen_len = checked_limit(max_gen_len)
-        if not _is_safe(dialog, 0, allow_tags):
+        if not self._is_safe(dialog, 0, allow_tags):
             return _stream_refusal()
         return self._stream_row(self._dialog_row(0, dialog, max_gen_len), how, stop)
 
@@ -422,7 +420,7 @@ class Llama:
     def _decode_text(
         self,
         rows: Sequence[Row],
-        texts: Sequence[RowText],
+        texts: Sequence[Detokenizer],
         how: Sampling,
         *,
         logprobs: bool,
@@ -453,7 +451,7 @@ class Llama:
         self, rows: Sequence[Row], how: Sampling, stop: Sequence[str], *, logprobs: bool, echo: bool
     ) -> list[CompletionPrediction]:
         """As `_complete`, on this copy of the model."""
-        texts = [RowText(self.tokenizer, stop, row.prompt * echo) for row in rows]
+        texts = [Detokenizer(self.tokenizer, stop, row.prompt * echo) for row in rows]
         size = self._args.max_batch_size
         for i in range(0, len(rows), size):
             batch = rows[i : i + size], texts[i : i + size]
@@ -474,7 +472,7 @@ class Llama:
     def _stream_row(
         self, row: Row, how: Sampling, stop: Sequence[str]
     ) -> Generator[str, None, CompletionPrediction]:
-        text = RowText(self.tokenizer, stop, [])
+        text = Detokenizer(self.tokenizer, stop, [])
         for (piece,) in self._decode_text([row], [text], how, logprobs=False, score=False):
             if piece:
                 yield piece
@@ -500,8 +498,13 @@ class Llama:
         return prompt_row(name, ids, max_gen_len, self._args)
 
     def _dialog_row(self, i: int, dialog: Dialog, max_gen_len: int | None) -> Row:
-        ids = dialog_tokens(self.tokenizer, dialog)
+        ids = ChatFormat(self.tokenizer).encode(dialog)
         return prompt_row(f"dialog {i}", ids, max_gen_len, self._args)
+
+    def _is_safe(self, dialog: Dialog, i: int, allow_tags: bool) -> bool:
+        chat = ChatFormat(self.tokenizer)
+        chat.check(dialog, i)
+        return checked_flag(allow_tags, "allow_tags") or not chat.has_tags(dialog)
 
     def _sampling(self, temperature: float, top_p: float, seed: int | None) -> Sampling:
         temperature, top_p = checked_temperature(temperature), checked_top_p(top_p)
@@ -541,15 +544,10 @@ def _size(size: int | None, name: str, default: int) -> int:
     return default if size is None else checked_whole(size, name, 1)
 
 
-def _is_safe(dialog: Dialog, i: int, allow_tags: bool) -> bool:
-    check_dialog(dialog, i)
-    return checked_flag(allow_tags, "allow_tags") or not has_tags(dialog)
-
-
-def _end_stopped(rows: Sequence[Row], texts: Sequence[RowText]) -> None:
+def _end_stopped(rows: Sequence[Row], texts: Sequence[Detokenizer]) -> None:
     """End the rows in whose text a stop string was found."""
     for row, text in zip(rows, texts, strict=True):
-        if text.stopped:
+        if text.stop is not None:
             row.finish_reason = "stop"
 
 

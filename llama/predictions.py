@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from llama.chat import Message
-from llama.detokenizer import RowText
+from llama.detokenizer import Detokenizer
 from llama.engine import FinishReason, Row
 
 
@@ -37,7 +37,7 @@ class StreamResult(TypedDict):
 
 
 def prediction(
-    row: Row, text: RowText, *, logprobs: bool = False, echo: bool = False
+    row: Row, text: Detokenizer, *, logprobs: bool = False, echo: bool = False
 ) -> CompletionPrediction:
     """What has become of a row."""
     found: CompletionPrediction = {"generation": text.text, "finish_reason": row.finish_reason}
