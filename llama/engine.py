@@ -13,102 +13,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
 
 import torch
 
-from llama.detokenizer import Detokenizer
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Segment, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
-from llama.sampling import (
-    NOT_FINITE,
-    Draws,
-    SamplingParams,
-    reshape_logits,
-    sample,
-    token_logprobs,
-)
+from llama.requests import FinishReason, Request
+from llama.sampling import NOT_FINITE, sample, token_logprobs
 
-FinishReason = Literal["stop", "length"]
-
-READ_AHEAD = 16  # tokens that a stream may be ahead of its reader
 PREFILL_TOKENS = 2048  # of one pass while no answer waits for it: bounds activations
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
 LOGITS_PER_PASS = 2**24  # numbers, 64 MB, where a pass returns the logits of all tokens
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt, and what becomes known of its answer."""
-
-    prompt: list[int]
-    params: SamplingParams
-    limit: int  # tokens that may be generated
-    draws: Draws | Callable[[], Draws]  # made when it is first needed
-    index: int = 0  # its row in the draws
-    stop_tokens: frozenset[int] = frozenset()  # EOS excluded
-    detokenizer: Detokenizer | None = None
-    read_ahead: int | None = None  # unread tokens at which the request pauses; None: never
-    wants_hidden_states: bool = False
-
-    tokens: list[int] = field(default_factory=list)  # without the one that ended the answer
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=lambda: [0.0])  # position 0 has none
-    hidden_states: list[torch.Tensor] = field(default_factory=list)
-    n_reused: int = 0  # tokens of the prompt that the cache held already
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string; None for EOS and length
-    error: Exception | None = None
-    row: int | None = None
-    n_read: int = 0  # tokens that the reader has taken
-    paused_at: int = 0
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.tokens
-
-    @property
-    def newest(self) -> int:
-        return self.tokens[-1] if self.tokens else self.prompt[-1]
-
-    def draw(self, n_words: int) -> torch.Tensor:
-        """The random numbers of its next token, (n_words,)."""
-        if not isinstance(self.draws, Draws):
-            self.draws = self.draws()
-        return self.draws.row(len(self.tokens), self.index, n_words)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def is_paused(self) -> bool:
-        return self.read_ahead is not None and len(self.tokens) - self.n_read >= self.read_ahead
-
-    @property
-    def reads_every_position(self) -> bool:
-        """Does it need a result for each token of the prompt?"""
-        return not self.tokens and (self.params.prompt_logprobs or self.wants_hidden_states)
-
-    def finish(self, reason: FinishReason, stop: int | str | None = None) -> None:
-        if self.detokenizer is not None:
-            self.detokenizer.finish()
-            if self.detokenizer.stop is not None:  # perhaps only in the text that was held back
-                reason, stop = "stop", self.detokenizer.stop
-        self.stop_reason, self.finish_reason = stop, reason  # readers look at the last one
-
-    def raise_error(self) -> None:
-        """Raise what went wrong, in the caller's own thread."""
-        if self.error is not None:
-            raise self.error
-
-    def all_logprobs(self, echo: bool) -> list[float]:
-        return self.prompt_logprobs * echo + self.logprobs
 
 
 class Engine:
@@ -130,6 +48,7 @@ class Engine:
         self._just_prefilled = False
         self._n_steps = 0
         self._is_stepping = False
+        self._closed: LlamaError | None = None
         self._changed = threading.Condition()
 
     # What any thread may call.
@@ -175,11 +94,15 @@ class Engine:
 
     def shut_down(self, error: LlamaError) -> None:
         """End all requests with an error, and let go of the model; within `exclusive`."""
+        self._closed = error
+        self._refuse_all()
+        del self.model, self.cache, self.decode_step
+
+    def _refuse_all(self) -> None:
         for request in [*self.running.values(), *self.waiting]:
-            request.error = error
+            request.error = self._closed
         self.running.clear()
         self.waiting.clear()
-        del self.model, self.cache, self.decode_step
 
     # One step, for whoever has the right to.
 
@@ -187,8 +110,13 @@ class Engine:
     def step(self) -> None:
         """Admit, prefill or decode, sample, finish."""
         self._take_in()
+        if self._closed is not None:
+            self._refuse_all()
+            return
         self._admit()
         requests, segments = self._next_pass()
+        if not requests:
+            return
         try:
             logits = self._prefill(requests, segments) if segments else self._decode(requests)
             self.cache.written()
@@ -367,7 +295,7 @@ class Engine:
                 self._finish(request, "length")
                 continue
             try:
-                shaped.append(_reshaped(request, logits[i]))
+                shaped.append(request.reshape(logits[i]))
             except Exception as error:  # a processor's: it ends this request alone
                 self._fail([request], error)
                 continue
@@ -382,18 +310,15 @@ class Engine:
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)
         ids = tokens.tolist()  # the only host sync per step
+        values: Sequence[float | None] = [None] * len(ids)
         if any(p.logprobs for p in params):
             values = token_logprobs(raw, tokens.clamp_min(0)).tolist()
-            for request, value in zip(drawing, values, strict=True):
-                request.logprobs.append(value)
-        for request, id, row in zip(drawing, ids, raw, strict=True):
-            if request.params.top_logprobs:
-                most_likely = row.log_softmax(-1).topk(min(request.params.top_logprobs, len(row)))
-                pairs = zip(most_likely.indices.tolist(), most_likely.values.tolist(), strict=True)
-                request.top_logprobs.append(dict(pairs))
-            self._advance(request, id)
+        for request, id, value, row in zip(drawing, ids, values, raw, strict=True):
+            self._advance(request, id, value, row)
 
-    def _advance(self, request: Request, token: int) -> None:
+    def _advance(
+        self, request: Request, token: int, logprob: float | None, logits: torch.Tensor
+    ) -> None:
         """Take in a drawn token, and finish the request if it ends there."""
         if token == NOT_FINITE:
             self._fail([request], self._not_finite())
@@ -402,9 +327,7 @@ class Engine:
         elif token in request.stop_tokens:
             self._finish(request, "stop", token)
         else:
-            request.tokens.append(token)
-            if request.detokenizer is not None:
-                request.detokenizer.push(token)
+            request.push(token, logprob, logits)
             if request.detokenizer is not None and request.detokenizer.stop is not None:
                 self._finish(request, "stop", request.detokenizer.stop)
             elif len(request.tokens) >= request.limit:
@@ -439,12 +362,6 @@ def chunk_len(args: ModelArgs, start_pos: int) -> int:
     return min(
         args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
     )
-
-
-def _reshaped(request: Request, logits: torch.Tensor) -> torch.Tensor:
-    if not request.params.reshapes:
-        return logits
-    return reshape_logits(request.params, request.prompt, request.tokens, logits)
 
 
 def _waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
 
-from llama.engine import Row, Sampling
 from llama.errors import LlamaError
 from llama.model import RMSNorm, Transformer
 from llama.parallel.groups import Runtime, check_same, input_group, name_ranks
@@ -37,9 +36,7 @@ def check_weights(model: Transformer) -> None:
     check_same({"the sum of the norms' weights": norms})
 
 
-def check_call(
-    rows: Sequence[Row], how: Sampling, *, everyone: bool = False, **arguments: Any
-) -> None:
+def check_call(rows: Sequence[Any], how: Any, *, everyone: bool = False, **arguments: Any) -> None:
     """Refuse a call that other ranks of this copy of the model make with other arguments.
 
     `everyone`: other ranks of any copy.
@@ -64,7 +61,7 @@ def check_tokens(tokens: torch.Tensor) -> None:
 
 
 def share(
-    runtime: Runtime, rows: Sequence[Row], how: Sampling, answer: Callable[[Sequence[Row]], list[T]]
+    runtime: Runtime, rows: Sequence[Any], how: Any, answer: Callable[[Sequence[Any]], list[T]]
 ) -> list[T]:
     """The answers to all rows, of which each copy of the model works on its part.
 
@@ -163,3 +160,8 @@ def _absent(runtime: Runtime, peers: list[int], wait_s: float) -> list[int]:
     thread.start()
     thread.join(wait_s + 1)
     return absent
+
+
+def compare_call(call: Any, held: Any) -> list[int]: ...
+def broadcast_tokens(tokens: torch.Tensor) -> torch.Tensor: ...
+def run_data_parallel(runtime: Runtime, items: Any, call: Any, answer: Any) -> Any: ...
