@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama.chat import UNSAFE_ERROR, Message, dialog_tokens
+from llama.chat import UNSAFE_ERROR, Message
 from llama.cli import convert, hints
 from llama.errors import LlamaError
 from llama.generation import Llama
@@ -150,11 +150,11 @@ class Chat:
             )
 
     def _n_tokens(self) -> int:
-        return len(dialog_tokens(self.llama.tokenizer, self.dialog))
+        return len(self.llama.chat_format.encode(self.dialog))
 
     def _measure(self, content: str, first_s: float, total_s: float) -> None:
         answered = len(self.llama.tokenizer.encode(content))
-        asked = len(dialog_tokens(self.llama.tokenizer, self.dialog[:-1]))
+        asked = len(self.llama.chat_format.encode(self.dialog[:-1]))
         self.stats_line = (
             f"first text after {first_s:.2f} s, {answered / total_s:.1f} tokens/s, context: "
             f"{asked + answered} of {self.llama.model.params.max_seq_len} tokens"
