@@ -107,9 +107,10 @@ def require_room(
     require(
         weights + cache + activations <= available,
         f"the weights need {format_bytes(weights)}, the cache {format_bytes(cache)} and a pass "
-        f"{format_bytes(activations)} on each of {ranks} ranks, and {device} has {format_bytes(available)} for each: lower max_seq_len "
-        f"({args.max_seq_len}) or max_batch_size ({args.max_batch_size}), or choose a smaller "
-        f"dtype than {str(dtype).removeprefix('torch.')}, or quantize",
+        f"{format_bytes(activations)} on each of {ranks} ranks, and {device} has "
+        f"{format_bytes(available)} for each: lower max_seq_len ({args.max_seq_len}), "
+        f"max_batch_size ({args.max_batch_size}) or prefill_chunk, choose a smaller dtype than "
+        f"{str(dtype).removeprefix('torch.')}, or quantize",
     )
 
 
