@@ -3,8 +3,8 @@
 python benchmarks/throughput.py --peers transformers
 python benchmarks/throughput.py --quantize int8
 
-64 requests, prompts and answers of 16 to 256 random tokens, 8 rows, EOS ignored, shape 110m. In turn
-in one run: this engine; the same engine with fixed groups of 8, each waiting for its slowest;
+64 requests, prompts and answers of 16 to 256 random tokens, 8 rows, EOS ignored, shape 110m. In
+turn in one run: this engine; the same engine with fixed groups of 8, each waiting for its slowest;
 `generate` of transformers with padded groups of 8; and transformers' own continuous batching.
 """
 
