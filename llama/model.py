@@ -48,6 +48,9 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or self.dim // self.n_heads
+        for name in ("max_seq_len", "max_batch_size"):
+            size = getattr(self, name)
+            require(1 <= size < 2**63, f"{name} {size!r:.80}: it must be an integer above 0")
         kv_cache.check_window(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
     @property
