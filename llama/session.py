@@ -105,6 +105,7 @@ class Session:
     def load_cache(self, path: str | Path) -> None:
         """Read what `save_cache` wrote for the same model, so that prompts re-use it."""
         with self._exclusive() as engine:
+            engine.preempt(engine.running.values())  # their rows may be overwritten
             engine.cache.load(path)
 
     # Requests.
@@ -205,7 +206,6 @@ class Session:
                 not engine.running and not engine.waiting,
                 "a stream of this instance is still open: exhaust it, or close() it",
             )
-            engine.cache.invalidate_on_external_write()
             if self._check_ranks:
                 params = replace(requests[0].params, logits_processor=None)  # its repr is local
                 call = {"prompts": [r.prompt for r in requests], "params": params}
@@ -227,6 +227,8 @@ class Session:
         self._require_usable()
         with self.engine.exclusive():
             self._require_usable()
+            if self.engine.cache.invalidate_on_external_write():
+                self.engine.preempt(self.engine.running.values())
             yield self.engine
 
     def _require_usable(self) -> None:
