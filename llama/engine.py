@@ -121,7 +121,8 @@ class Engine:
             self.cache.written()
             read = [i for i, request in enumerate(requests) if self._is_read(request)]
             if read:
-                self._sample([requests[i] for i in read], logits[read])
+                rows = logits if len(read) == len(requests) else logits[read]
+                self._sample([requests[i] for i in read], rows)
         except Exception as error:
             self._fail(requests, error)
 
@@ -139,28 +140,36 @@ class Engine:
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests."""
-        if not self.waiting and not self.cache.was_written_elsewhere():
+        """Give rows to waiting requests: free ones, or those of streams that nobody reads."""
+        has_row = len(self.running) < len(self.cache.rows) or any(
+            request.is_paused for request in self.running.values()
+        )
+        may_admit = bool(self.waiting) and has_row
+        if not may_admit and not self.cache.was_written_elsewhere():
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
-        n_rows = len(self.cache.rows)
-        for request in list(islice(self.waiting, 4 * n_rows)):
-            free = [row for row in range(n_rows) if row not in self.running]
+        for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
             if request.is_paused or self._shares_a_prefill(request):
                 continue
-            paused = [r for r in self.running.values() if r.is_paused]
-            if not free and paused:
-                evicted = min(paused, key=lambda r: r.paused_at)
-                free = [row for row, r in self.running.items() if r is evicted]
-                self.preempt([evicted])
+            free = self._free_rows()
             if not free:
                 break
             self.waiting.remove(request)
             reuse = not request.reads_every_position
-            request.row, start = self.cache.assign(request.ids, free, reuse=reuse)
-            request.n_reused = request.n_reused or min(start, len(request.prompt))
+            request.row, start_pos = self.cache.assign(request.ids, free, reuse=reuse)
+            request.n_reused = request.n_reused or min(start_pos, len(request.prompt))
             self.running[request.row] = request
+
+    def _free_rows(self) -> list[int]:
+        """The rows without a request; if there are none, that of the longest-paused stream."""
+        free = [row for row in range(len(self.cache.rows)) if row not in self.running]
+        paused = [request for request in self.running.values() if request.is_paused]
+        if not free and paused:
+            evicted = min(paused, key=lambda request: request.paused_at)
+            free = [evicted.row or 0]
+            self.preempt([evicted])
+        return free
 
     def _shares_a_prefill(self, request: Request) -> bool:
         """Will a prompt that is being read soon spare this one a pass over a common prefix?"""
@@ -283,7 +292,8 @@ class Engine:
         )[:, -1]
         for row, request in by_row.items():
             self.cache.rows[row].append(request.newest)
-        return logits[[row - first for row in by_row]]
+        in_batch = [row - first for row in by_row]
+        return logits if in_batch == list(range(len(logits))) else logits[in_batch]
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request from logits (len(requests), vocab_size)."""

@@ -464,9 +464,9 @@ class Transformer(nn.Module):
     def segment_context(self, segments: Sequence[Segment]) -> ForwardContext:
         """The context of a pass over packed segments."""
         device = self.rope_freqs.device
-        positions = torch.cat([torch.arange(s.start_pos, s.end) for s in segments]).to(device)[None]
-        lengths = torch.tensor([s.length for s in segments])
-        rows = torch.tensor([s.row for s in segments]).repeat_interleave(lengths).to(device)[None]
+        order = [position for s in segments for position in range(s.start_pos, s.end)]
+        positions = torch.tensor([order], device=device)
+        rows = torch.tensor([[s.row for s in segments for _ in range(s.length)]], device=device)
         cos, sin = self._rotation(positions)
         slots = kv_cache.slot_index(positions, self.params.n_slots)
         masks = [self._segment_mask(segment) for segment in segments]
