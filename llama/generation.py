@@ -169,13 +169,13 @@ class Llama(Session):
 
         Returns the answers' ids, and their logprobs or None.
         """
-        seeds = None if seed is None or isinstance(seed, int) else list(seed)
+        seeds = seed if isinstance(seed, Sequence) else None
         params = _sampling(
             params,
             temperature,
             top_p,
             max_gen_len,
-            seed if isinstance(seed, int) else None,
+            None if isinstance(seed, Sequence) else seed,
             logprobs=logprobs,
             echo=echo,
             stop_tokens=stop_tokens,
@@ -183,10 +183,11 @@ class Llama(Session):
         # The bounds are checked here, before any work.
         requests = self._requests(_named("prompt", prompt_tokens), params, seeds=seeds)
         with self._serving(requests) as show_progress:
-            while not all(request.is_finished for request in requests):
-                self.engine.advance()  # one step: prefill or decode, sample, advance start_pos
-                show_progress()
-        tokens = [request.prompt * echo + request.tokens for request in requests]
+            for request in requests:
+                while not request.is_finished:
+                    self.engine.advance()  # one step: prefill or decode, sample, for all requests
+                    show_progress()
+        tokens = [(request.prompt if echo else []) + request.tokens for request in requests]
         return tokens, [r.all_logprobs(echo) for r in requests] if params.logprobs else None
 
     def stream(

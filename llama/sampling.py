@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +153,7 @@ def make_generator(device: torch.device, seed: int, replica: int = 0) -> torch.G
         not isinstance(seed, bool) and -(2**63) <= seed <= _HUGE,
         f"seed {seed!r:.80}: it must be a 64-bit integer",
     )
-    return torch.Generator(device).manual_seed(seed + replica)
+    return torch.Generator(device).manual_seed(index(seed) + replica)
 
 
 def derived_seed(seed: int, i: int) -> int:
@@ -199,7 +200,7 @@ def sample(
     `waits`: (bsz, n) exponential waiting times; None if every temperature is 0. An unusable row
     is reported in the result, so that reading the tokens is the only host sync of a step.
     """
-    finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()  # NaN propagates to both
+    finite = logits.amax(-1).isfinite()  # NaN propagates; -inf excludes a token
     tokens = logits.argmax(-1)
     if waits is not None:
         # With the largest logit moved to 0, no temperature overflows; below 1e-30, where the
