@@ -60,6 +60,12 @@ class Engine:
         """Give up requests; takes no lock, since a finalizer may call it inside a step."""
         self._cancelled.extend(request for request in requests if not request.is_finished)
 
+    @property
+    def has_work(self) -> bool:
+        """Would a step do anything?"""
+        held = any(not request.is_paused for request in [*self.running.values(), *self.waiting])
+        return held or bool(self._added or self._cancelled)
+
     def advance(self) -> None:
         """Make one step, or wait for the end of the one that another thread makes."""
         with self._changed:

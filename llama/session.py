@@ -145,6 +145,14 @@ class Session:
             for i, draws in enumerate(self._draws(len(ids), params.seed, seeds))
         ]
 
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, echo: bool = False
+    ) -> Request:
+        """Queue one prompt for whoever steps: `engine.advance()` in a loop, in any thread."""
+        (request,) = self._requests({"the prompt": prompt}, params, is_text=True, echo=echo)
+        self.engine.add([request])
+        return request
+
     def _detokenizer(self, params: SamplingParams, echoed: Sequence[int]) -> Detokenizer:
         return Detokenizer(self.tokenizer, params.stop, echoed)
 
