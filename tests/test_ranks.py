@@ -114,7 +114,9 @@ def test_copies_of_the_model_that_are_given_different_prompts_say_so(on_ranks: O
 
 def test_copies_must_have_equally_many_ranks(on_ranks: OnRanks) -> None:
     for found in on_ranks(4):
-        assert found["no divisor"].startswith("model_parallel_size 3 does not divide the 4 proc")
+        assert found["no divisor"].startswith(
+            "model_parallel_size 3 does not divide the world size 4: "
+        )
 
 
 def test_a_chat_is_read_on_rank_0_and_ends_with_its_input_on_all() -> None:
@@ -155,11 +157,11 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("seed", "seed is 0 on rank 0 and 1 on rank 1: start every rank with the same "),
         ("max_seq_len", "max_seq_len is 256 on rank 0 and 257 on rank 1: start every rank "),
         ("dtype", "dtype is torch.float32 on rank 0 and torch.bfloat16 on rank 1: start "),
-        ("shape", "dim is 160 on rank 0 and 64 on rank 1: start every rank with the same checkp"),
-        ("weights", "the sum of the norms' weights is "),
+        ("shape", "dim is 160 on rank 0 and 64 on rank 1: start every rank with the same device, "),
+        ("weights", "the checksum of the norms is "),
         ("heads", "1 key/value heads do not divide by 2 ranks: "),
-        ("too many", "model_parallel_size 4 needs as many processes, and this run has 2: "),
-        ("other size", "model_parallel_size 1, and this process already has groups of 2: "),
+        ("too many", "model_parallel_size 4 does not divide the world size 2: "),
+        ("other size", "model_parallel_size is 1, but this process has groups of 2 already: "),
         ("prompts", "prompts is [[1, 300]] on rank 0 and [[1, 301]] on rank 1: start every "),
         ("temperature", "temperature is 0.5 on rank 0 and 1.5 on rank 1: start every rank "),
         ("drawn", "rank 1 drew token "),
@@ -206,8 +208,14 @@ def test_a_killed_rank_ends_all() -> None:
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        ("before", "rank 0 waited 2 s in build for rank 1: see what it does there, and call build"),
-        ("generation", "rank 0 waited 2 s for the other ranks' parts of the model, and rank 1 "),
+        (
+            "before",
+            "rank 0 waited 2 s in build for ranks [1]: see what they do, and call build",
+        ),
+        (
+            "generation",
+            "rank 0 waited for the other ranks' parts of the model, but a rank ended or did ",
+        ),
     ],
 )
 def test_a_rank_that_stays_silent_is_named_by_the_one_that_waits(where: str, sentence: str) -> None:

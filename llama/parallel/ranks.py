@@ -102,7 +102,8 @@ class Events:
     """A channel from rank 0 to the other ranks that may idle for ever.
 
     Rank 0 sends heartbeats, so that the others tell an idle rank from a dead one: they wait at most
-    `timeout_s` seconds for either. All ranks make the channel, and close it, together.
+    `timeout_s` seconds for either. All ranks make the channel, and close it, together; between two
+    events they do the same work.
     """
 
     def __init__(self, timeout_s: float = 600) -> None:
@@ -195,8 +196,9 @@ def _waiting(timeout_s: float | None, what: str) -> Iterator[None]:
         if timeout_s is None or not is_collective:
             raise
         raise RuntimeError(
-            f"rank {dist.get_rank()} waited {what}, and one of them ended or did not answer within "
-            f"{timeout_s:g} s: see what it wrote to standard error, or pass a larger timeout_s"
+            f"rank {dist.get_rank()} waited {what}, but a rank ended or did not answer within "
+            f"{timeout_s:g} s: see what the ranks wrote to standard error, or pass a larger "
+            "timeout_s"
         ) from error
 
 
