@@ -207,7 +207,7 @@ class Session:
             )
             engine.cache.invalidate_on_external_write()
             if self._check_ranks:
-                call = {"prompts": [r.prompt for r in requests], "params": requests[0].params}
+                call = {"prompts": [r.prompt for r in requests], **vars(requests[0].params)}
                 group, n_slots = get_model_parallel_group(), self.model.params.n_slots
                 held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
                 for row, length in enumerate(held):

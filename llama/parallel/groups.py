@@ -262,8 +262,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def brief(value: Any) -> str:
-    """A short text that is equal for equal values only."""
-    text = repr(value)
+    """A short text that is equal for equal values only; a function's is its name."""
+    text = getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... (crc32 {zlib.crc32(text.encode()):08x})"
 
 

@@ -15,7 +15,6 @@ from fairscale.nn.model_parallel import initialize as groups
 from llama.errors import LlamaError
 from llama.model import RMSNorm, Transformer
 from llama.parallel.groups import Runtime, brief, check_same, gather, gloo_group, require_same
-from llama.parallel.layers import all_gather
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -205,27 +204,3 @@ def _waiting(timeout_s: float | None, what: str) -> Iterator[None]:
 def waiting_to_load(runtime: Runtime) -> AbstractContextManager[None]:
     """`waiting`, while the ranks load their weights and compare them."""
     return waiting(runtime, "for the other ranks to load their weights")
-
-
-# What generation.py calls until the engine's calls above take their place.
-
-
-def check_call(rows: Any, how: Any, *, everyone: bool = False, **arguments: Any) -> None:
-    """The old comparison of a call."""
-    arguments |= {"temperature": how.temperature, "top_p": how.top_p}
-    arguments |= {"prompts": [row.prompt for row in rows], "limits": [row.limit for row in rows]}
-    check_same(arguments, None if everyone else groups.get_model_parallel_group())
-
-
-def check_tokens(tokens: torch.Tensor) -> None:
-    """The old comparison of drawn tokens."""
-    group = groups.get_model_parallel_group()
-    drawn = all_gather(tokens[:, None], group.group_name, group.size())  # (bsz, ranks)
-    if not bool((drawn == drawn[:, :1]).all()):
-        raise LlamaError(f"rank 1 drew token {drawn.tolist()}: give every rank the same calls")
-
-
-def share(runtime: Runtime, rows: Any, how: Any, answer: Any) -> list[Any]:
-    """The old name of `run_data_parallel`."""
-    check_call(rows, how, everyone=True)
-    return run_data_parallel(runtime, rows, {}, answer)
