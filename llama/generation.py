@@ -341,7 +341,7 @@ class Llama(Session):
 
         if self._runtime is None or self._runtime.replicas == 1:
             return answer(requests)
-        call = {"prompts": list(prompts.values()), "params": params}
+        call = {"prompts": list(prompts.values()), **vars(params)}
         return ranks.run_data_parallel(self._runtime, requests, call, answer)
 
     def _stream(

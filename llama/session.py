@@ -216,7 +216,7 @@ class Session:
             )
             if self._check_ranks:
                 params = replace(requests[0].params, logits_processor=None)  # its repr is local
-                call = {"prompts": [r.prompt for r in requests], "params": params}
+                call = {"prompts": [r.prompt for r in requests], **vars(params)}
                 group, n_slots = get_model_parallel_group(), self.model.params.n_slots
                 held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
                 for row, length in enumerate(held):
