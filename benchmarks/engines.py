@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from loading import Peak
 
 from llama import engine as decoding
-from llama.checkpoints.load import load_model
-from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import load_model, open_checkpoint
 from llama.compile import compile_step
 from llama.model import ModelArgs
 from llama.parallel import groups as runtime

@@ -33,7 +33,7 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     dialog_tokens,
     has_tags,
 )
-from llama.checkpoints import reader as checkpoints
+from llama.checkpoints import load as checkpoints
 from llama.checkpoints.load import load_model, load_tokenizer
 from llama.compile import CompiledStep, compile_step
 from llama.detokenizer import RowText, checked_stops

@@ -12,7 +12,7 @@ import torch
 
 from llama import kv_cache
 from llama.checkpoints.config import CONTEXT
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import open_checkpoint
 from llama.device import resolve_dtype
 from llama.errors import LlamaError, checked_path, checked_whole, require, shown
 from llama.model import ModelArgs
