@@ -35,10 +35,10 @@ from hypothesis.stateful import (
 from llama import Llama, LlamaError, Tokenizer
 from llama.__main__ import COMMANDS
 from llama.checkpoints.convert import convert
+from llama.detokenizer import Detokenizer
 from llama.generation import STORIES
 from llama.memory import memory
 from llama.sampling import sample, sample_top_p
-from llama.tokenizer import StreamDecoder
 
 settings.register_profile(
     "fuzz",
@@ -325,7 +325,7 @@ def test_any_text_and_any_ids_go_through_the_tokenizer(
         text = tokenizer.decode(unwrapped(ids))
     except LlamaError:
         return
-    decoder = StreamDecoder(tokenizer)
+    decoder = Detokenizer(tokenizer)
     pieces = [decoder.push(int(id)) for id in unwrapped(ids)]
     assert "".join(pieces) + decoder.finish() == text
 

@@ -21,6 +21,7 @@ _HF_KEYS = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
     "sliding_window": "sliding_window",
+    "head_dim": "head_dim",
 }
 _HF_REQUIRED = ("dim", "n_layers", "n_heads", "hidden_dim")
 # What a model_type means when it leaves a key out.
@@ -75,7 +76,7 @@ class Config(NamedTuple):
 def read_params(file: Path) -> Config:
     """Meta's params.json."""
     found = read_json(file)
-    known = {field.name for field in fields(ModelArgs)} | {"use_scaled_rope", "head_dim"}
+    known = {field.name for field in fields(ModelArgs)} | {"use_scaled_rope"}
     unknown = ", ".join(sorted(found.keys() - known))
     require(not unknown, f"{file}: unknown key {unknown:.80}: known are {', '.join(sorted(known))}")
     params = {key: value for key, value in found.items() if key not in _CALLERS}
@@ -116,7 +117,7 @@ def read_config(file: Path) -> Config:
         )
     for key in _HF_REQUIRED:
         require(key in params, f"{file} has no {_HF_KEYS[key]}: download it again")
-    params |= {"head_dim": found.get("head_dim"), "rope_scaling": rope}
+    params["rope_scaling"] = rope
     _require_number(found.get("vocab_size"), "vocab_size", file, whole=True)
     return checked_config(
         params,
@@ -138,7 +139,6 @@ def checked_config(
     """A Config from which a model can be built; keys whose value is None are dropped."""
     _require_number(context, "the context", file, whole=True)
     params["rope_scaling"] = _rope_scaling(params.get("rope_scaling"), context, file)
-    head_dim = params.pop("head_dim", None)
     params.pop("vocab_size", None)  # the rows of the embedding decide
     params = {key: value for key, value in params.items() if value is not None}
     for field in fields(ModelArgs):
@@ -147,17 +147,13 @@ def checked_config(
             _require_number(params[field.name], field.name, file, whole=whole)
     args = ModelArgs(**params)
     require(args.n_layers < 10_000, f"{file}: n_layers is {args.n_layers}, more than any model has")
-    for what, size, part in (
-        ("dim", args.dim, args.n_heads),
-        ("n_heads", args.n_heads, args.kv_heads),
-        ("the size of a head", args.head_dim, 2),
-    ):
+    if params.get("head_dim") == args.dim // args.n_heads:
+        del params["head_dim"]
+    multiples = [("n_heads", args.n_heads, args.kv_heads), ("head_dim", args.head_dim, 2)]
+    if "head_dim" not in params:
+        multiples.insert(0, ("dim", args.dim, args.n_heads))
+    for what, size, part in multiples:
         require(size % part == 0, f"{file}: {what} is {size}, and must be a multiple of {part}")
-    require(
-        head_dim in (None, args.head_dim),
-        f"{file}: head_dim {head_dim!r:.80} is not supported: it must be dim / n_heads, "
-        f"{args.head_dim}",
-    )
     return Config(params, context, tied, vocab_size)
 
 
@@ -242,13 +238,10 @@ def read_text_facts(path: Path) -> TextFacts:
         all(type(id) is int and id >= 0 for id in eos_ids),
         f"{path}: eos_token_id is {eos!r:.80}, and must be a token id or a list of them",
     )
+    template = _chat_template(path / "chat_template.jinja", tokenizer)
+    layout = "hf" if any(found) or template else "meta"
     bos = tokenizer.get("add_bos_token")
-    return TextFacts(
-        "hf" if any(found) else "meta",
-        tuple(eos_ids),
-        bos if isinstance(bos, bool) else None,
-        _chat_template(path / "chat_template.jinja", tokenizer),
-    )
+    return TextFacts(layout, tuple(eos_ids), bos if isinstance(bos, bool) else None, template)
 
 
 def _chat_template(file: Path, tokenizer: dict[str, Any]) -> str | None:

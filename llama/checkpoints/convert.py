@@ -172,6 +172,9 @@ def _write_meta(job: _Job) -> None:
         _write_json(job.folder / "params.json", params)
     job.write(_meta_files(job) if job.quantize is None else _quantized_files(job, job.quantize))
     _copy_companions(checkpoint, job.folder)
+    if checkpoint.text.eos_ids:
+        ids = {"eos_token_id": list(checkpoint.text.eos_ids)}
+        _write_missing(job.folder / "generation_config.json", ids)
 
 
 def _meta_files(job: _Job) -> Files:
@@ -240,11 +243,8 @@ def _write_hf_facts(job: _Job, tied: bool) -> None:
     config |= {"dtype": dtype, "torch_dtype": dtype}  # the same, before transformers 4.56
     ids, pieces = _text_ids(checkpoint)
     _write_json(folder / "config.json", {**ids, **config})
-    if ids and not (folder / "generation_config.json").exists():
-        _write_json(folder / "generation_config.json", ids)
-    if pieces and not (folder / "tokenizer_config.json").exists():
-        pieces |= {"add_bos_token": True, "add_eos_token": False}
-        _write_json(folder / "tokenizer_config.json", pieces)
+    _write_missing(folder / "generation_config.json", ids)
+    _write_missing(folder / "tokenizer_config.json", pieces)
 
 
 def _text_ids(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -258,7 +258,8 @@ def _text_ids(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     if checkpoint.text.eos_ids:
         ids["eos_token_id"] = list(checkpoint.text.eos_ids)
     pieces = {"bos_token": piece(tokenizer.bos_id), "eos_token": piece(tokenizer.eos_id)}
-    return ids, {"tokenizer_class": "LlamaTokenizer", **pieces, "unk_token": piece(0)}
+    pieces |= {"tokenizer_class": "LlamaTokenizer", "unk_token": piece(0)}
+    return ids, {**pieces, "add_bos_token": True, "add_eos_token": False}
 
 
 _LAYOUTS: dict[str, Callable[[_Job], None]] = {"meta": _write_meta, "hf": _write_hf}
@@ -266,6 +267,11 @@ _LAYOUTS: dict[str, Callable[[_Job], None]] = {"meta": _write_meta, "hf": _write
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_missing(path: Path, content: dict[str, Any]) -> None:
+    if content and not path.exists():
+        _write_json(path, content)
 
 
 def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
