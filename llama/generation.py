@@ -26,8 +26,8 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     E_SYS,
     SPECIAL_TAGS,
     UNSAFE_ERROR,
-    ChatFormat,
     Dialog,
+    Llama2Format,
     Message,
     Role,
 )
@@ -498,11 +498,11 @@ class Llama:
         return prompt_row(name, ids, max_gen_len, self._args)
 
     def _dialog_row(self, i: int, dialog: Dialog, max_gen_len: int | None) -> Row:
-        ids = ChatFormat(self.tokenizer).encode(dialog)
+        ids = Llama2Format(self.tokenizer).encode(dialog)
         return prompt_row(f"dialog {i}", ids, max_gen_len, self._args)
 
     def _is_safe(self, dialog: Dialog, i: int, allow_tags: bool) -> bool:
-        chat = ChatFormat(self.tokenizer)
+        chat = Llama2Format(self.tokenizer)
         chat.check(dialog, i)
         return checked_flag(allow_tags, "allow_tags") or not chat.has_tags(dialog)
 
