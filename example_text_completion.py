@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 1 example_text_completion.py \
         --ckpt_dir llama-2-7b/ --tokenizer_path tokenizer.model
 
-Without a checkpoint the small one that ships with the package is used.
+Without --ckpt_dir the small model that ships with the package is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from llama import Llama
 from llama.cli import run
 
-# The shipped model knows small children's stories, and nothing else.
+# The shipped model has seen children's stories only.
 STORY_PROMPTS = [
     "Once upon a time",
     "One day, a little girl named Lily",
@@ -19,10 +19,10 @@ STORY_PROMPTS = [
     "The little bird was sad because",
 ]
 PROMPTS = [
-    # To be continued freely
+    # Continued freely
     "The first thing that a visitor to the lighthouse notices is",
     "In plain words, the second law of thermodynamics says that",
-    # To be continued after the examples
+    # Continued in the manner of the examples
     """English to Italian:
 
     bread => pane
@@ -46,12 +46,13 @@ def main(
     *,
     device: str | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     seed: int = 1,
 ) -> None:
     """Build a model and print how it continues each prompt."""
-    llama = Llama.build(
-        ckpt_dir, tokenizer_path, max_seq_len, max_batch_size, seed=seed, device=device, dtype=dtype
-    )
+    shape = (max_seq_len, max_batch_size)
+    build = {"seed": seed, "device": device, "dtype": dtype, "quantize": quantize}
+    llama = Llama.build(ckpt_dir, tokenizer_path, *shape, **build)
     prompts = STORY_PROMPTS if ckpt_dir is None else PROMPTS
     results = llama.text_completion(
         prompts, max_gen_len=max_gen_len, temperature=temperature, top_p=top_p

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from collections.abc import Callable
 
+from llama import repl
 from llama.checkpoints.convert import convert
 from llama.checkpoints.reader import DTYPES, find_checkpoint, problems
-from llama.cli import run
+from llama.cli import Command, run, with_model
 from llama.errors import LlamaError, checked_path
+from llama.generation import Llama
 from llama.memory import memory
 from llama.parameters import OUTPUT
 from llama.sizes import format_bytes
@@ -24,7 +25,7 @@ def inspect(folder: str) -> None:
     Args:
         folder: in Meta's or Hugging Face's layout.
     """
-    checkpoint = find_checkpoint(checked_path(str(folder), "folder"))
+    checkpoint = find_checkpoint(checked_path(folder, "folder"))
     args, tied, path = checkpoint.args, checkpoint.config.tied, checkpoint.path
     stored = {k: p for k, p in checkpoint.parameters.items() if not (tied and k == OUTPUT)}
     n_parameters = sum(math.prod(parameter.shape) for parameter in stored.values())
@@ -53,7 +54,28 @@ def inspect(folder: str) -> None:
         raise LlamaError("\n".join(found))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+def chat(
+    llama: Llama,
+    *,
+    system: str | None = None,
+    temperature: float = 0.6,
+    top_p: float = 0.9,
+    max_gen_len: int | None = None,
+) -> None:
+    """Chat in the terminal.
+
+    Args:
+        system: a system message.
+        temperature: 0 always takes the most likely token.
+        top_p: sample from the smallest set of tokens whose cumulative probability exceeds it.
+        max_gen_len: new tokens of each answer; default: as many as the context has room for.
+    """
+    options = {"temperature": temperature, "top_p": top_p, "max_gen_len": max_gen_len}
+    repl.chat(llama, system=system, options=options)
+
+
+COMMANDS: dict[str, Command] = {
+    "chat": with_model(chat),
     "inspect": inspect,
     "convert": convert,
     "memory": memory,
@@ -61,15 +83,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Run a command; a mistake is one line on standard error and the exit status 1."""
-    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, lambda n, _: sys.exit(128 + n))  # so that half a file is removed
-    try:
-        run(COMMANDS, name="python -m llama")
-    except LlamaError as error:
-        sys.exit(f"error: {error}")
+    """Run the command that the command line names."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed
+    run(COMMANDS, name="llama")
 
 
 if __name__ == "__main__":

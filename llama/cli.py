@@ -1,64 +1,175 @@
-"""Running a command of ours in whatever terminal or pipe there is."""
+"""The command line: text to a function's arguments, a mistake to one line."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import io
 import os
+import re
 import sys
+import time
+import typing
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import fire
 
+from llama.errors import LlamaError
+from llama.generation import STORIES, Llama
+from llama.memory import fitting_context
+
 Command: TypeAlias = Callable[..., None]
+
+# What an option of each type is made of, and what to call that type. Other types are text.
+NUMBERS: dict[type, tuple[Callable[[str], Any], str]] = {
+    bool: ({"True": True, "False": False}.__getitem__, "True or False"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+}
 
 
 def run(command: Command | dict[str, Command], name: str | None = None) -> None:
-    """Call `command`, or the one of several that the command line names, with its arguments.
+    """Call `command`, or the one that the command line names, with the arguments given there.
 
-    A stream that is closed is an empty one. A character that the terminal lacks gets a substitute,
-    and so does one that the input breaks. A reader that has gone away, as `head` does, and Ctrl-C
-    end the command in silence, and output that goes to a full disk ends it with a word.
+    A LlamaError ends the process with one line on standard error and status 1, on rank 0 for all
+    ranks. Ctrl-C, and a reader that has gone away, end it without a word.
     """
-    for standard, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, standard) is None:
-            setattr(sys, standard, open(os.devnull, mode))  # noqa: SIM115 (it stays open)
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
+            stream.reconfigure(errors=errors)  # the terminal may lack a character
     try:
-        for call in asked(command, name):
+        for call in parse(command, name, sys.argv[1:]):
             call()
         sys.stdout.flush()
+    except LlamaError as error:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(2)  # if rank 0 made the same mistake, the launcher ends this rank meanwhile
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(130)  # as a program that the signal SIGINT has ended
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        # What is still in the buffer goes nowhere, or Python would complain at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            sys.exit(141)  # as a program that the signal SIGPIPE has ended
-        sys.exit(f"error: the output cannot be written: {error.strerror}")
+        sys.exit(130)  # as after SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(141)  # as after SIGPIPE
 
 
-def asked(command: Command | dict[str, Command], name: str | None) -> list[Command]:
-    """The call that the command line asks for, or none if it asks for help.
+def parse(
+    command: Command | dict[str, Command], name: str | None, words: list[str]
+) -> list[Command]:
+    """The call that `words` ask for; none if they ask for help, which is printed.
 
-    Fire refuses an option that it does not know only after the call: so it gets one that waits.
+    Fire calls a function before it looks at the options that are left over, so it gets a function
+    that only notes the call.
+
+    Raises:
+        LlamaError: an unknown command or option, or a value of the wrong type.
     """
+    name = name or Path(sys.argv[0]).name
+    if {"-h", "--help"} & {*words} or (isinstance(command, dict) and not words):
+        print(help_text(command, name, words))
+        return []
     calls: list[Command] = []
 
-    def later(function: Command) -> Command:
+    def deferred(function: Command) -> Command:
         @wraps(function)
-        def keep(*args: object, **options: object) -> None:
+        def note(*args: object, **options: object) -> None:
             calls.append(partial(function, *args, **options))
 
-        return keep
+        return fire.decorators.SetParseFns(
+            **{n: partial(convert, n, hint) for n, hint in hints(function).items()}
+        )(note)
 
-    if isinstance(command, dict):
-        fire.Fire({word: later(function) for word, function in command.items()}, name=name)
-    else:
-        fire.Fire(later(command), name=name)
+    component: Any = (
+        {word: deferred(function) for word, function in command.items()}
+        if isinstance(command, dict)
+        else deferred(command)
+    )
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            # Fire's own flags end the line: a lone "-" is a value, "--" is not ours.
+            fire.Fire(component, [*words, "--", "--separator", "\n"], name)
+    except fire.core.FireExit as end:
+        why = end.trace.elements[-1].ErrorAsStr()
+        raise LlamaError(f"{why} (--help lists what there is)") from end
     return calls
+
+
+def help_text(command: Command | dict[str, Command], name: str, words: list[str]) -> str:
+    """What `--help` prints: a line for each command, or for each option, from the docstrings."""
+    if isinstance(command, dict):
+        word = next((word for word in words if word in command), None)
+        if word is not None:
+            return help_text(command[word], f"{name} {word}", [])
+        lines = [f"{word:9} {_doc(function)[0]}" for word, function in command.items()]
+        return "\n  ".join([f"usage: {name} COMMAND [--help]", *lines])
+    first, texts = _doc(command)
+    lines, required = [], []
+    for parameter in inspect.signature(command).parameters.values():
+        option = f"--{parameter.name}"
+        if parameter.default is parameter.empty:
+            required.append(option if parameter.kind == parameter.KEYWORD_ONLY else parameter.name)
+        elif parameter.default is not None:
+            option += f"={parameter.default}"
+        lines.append(f"{option:24} {texts.get(parameter.name, '')}".rstrip())
+    return "\n  ".join([f"usage: {' '.join([name, *required])} [options]\n\n{first}\n", *lines])
+
+
+def _doc(function: Command) -> tuple[str, dict[str, str]]:
+    """The first line of a docstring, and what its Args say of each."""
+    text = inspect.getdoc(function) or ""
+    args = re.findall(r"^ +(\w+): (.*(?:\n {8,}.*)*)", text.partition("Args:\n")[2], re.MULTILINE)
+    return text.partition("\n")[0], {name: re.sub(r"\s+", " ", said) for name, said in args}
+
+
+def hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The type of each parameter."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def convert(name: str, hint: Any, text: str) -> Any:
+    """`text` as the type of a parameter: unchanged if that may be a str or a path.
+
+    Raises:
+        LlamaError: not a number, where one is expected.
+    """
+    kinds = typing.get_args(hint) or (hint,)
+    kind = next((kind for kind in (str, *NUMBERS) if kind in kinds), str)
+    if kind is str:
+        return text
+    if text == "None" and type(None) in kinds:
+        return None
+    convert, expected = NUMBERS[kind]
+    try:
+        return convert(text)
+    except (KeyError, ValueError) as error:
+        raise LlamaError(f"--{name} {text!r:.80}: it must be {expected}") from error
+
+
+def with_model(command: Command, *, max_batch_size: int = 1) -> Command:
+    """`command`, with the options of `Llama.build` where its first parameter is a Llama.
+
+    Without --max_seq_len the context is the model's own, as far as memory allows.
+    """
+    signature = partial(inspect.signature, eval_str=True)
+    own = list(signature(command).parameters.values())[1:]
+    build = [p.replace(kind=p.KEYWORD_ONLY) for p in signature(Llama.build).parameters.values()]
+
+    @wraps(command)
+    def built(*args: Any, **options: Any) -> None:
+        arguments = {p.name: options.pop(p.name) for p in build if p.name in options}
+        arguments["max_batch_size"] = arguments.get("max_batch_size") or max_batch_size
+        if arguments.get("max_seq_len") is None:
+            known = signature(fitting_context).parameters
+            facts = {name: value for name, value in arguments.items() if name in known}
+            folder = arguments.get("ckpt_dir") or STORIES
+            arguments["max_seq_len"] = fitting_context(folder, **facts)
+        with Llama.build(**arguments) as llama:
+            command(llama, *args, **options)
+
+    built.__signature__ = inspect.Signature([*own, *build])  # type: ignore[attr-defined]
+    args = (inspect.getdoc(Llama.build) or "").partition("Args:\n")[2]
+    built.__doc__ = f"{inspect.getdoc(command)}\n{args}"
+    return built

@@ -17,39 +17,59 @@ SHORTEST = 512  # slots in the first bucket; each one has twice as many as the o
 
 
 class CompiledStep:
-    """`model(tokens, positions, kv_len=..., only_last=True)` for one new token in each row."""
+    """`model(tokens, positions, ...)` for one new token in each row, as captured graphs.
+
+    One row may be any row of the cache; several are the rows from 0 on.
+    """
 
     def __init__(self, model: Transformer) -> None:
         self.max_batch_size = model.params.max_batch_size
         self.buckets = bucket_lengths(model.params.n_slots)
         mode = "reduce-overhead" if model.rope_freqs.device.type == "cuda" else None
 
-        # A function of its own, since torch counts the graphs of a function against a limit, and
-        # those of the model's are left to a caller who compiles it too.
+        # A function of its own: torch counts the graphs of a function against a limit, and those
+        # of the model are left to a caller who compiles it as well.
         def step(
-            tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
+            tokens: torch.Tensor,
+            positions: torch.Tensor,
+            first_row: int | torch.Tensor,
+            active: torch.Tensor,
+            kv_len: int,
         ) -> torch.Tensor:
-            return model(tokens, positions, kv_len=kv_len, only_last=only_last)
+            rows = {"first_row": first_row, "active": active}
+            return model(tokens, positions, **rows, kv_len=kv_len, only_last=True)
 
         self._compiled = torch.compile(step, fullgraph=True, mode=mode)
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        first_row: int | torch.Tensor,
+        active: torch.Tensor,
+        kv_len: int,
+        only_last: bool = True,
     ) -> torch.Tensor:
-        # Graphs hold for the settings of torch that they were made under, such as the number of
-        # threads. Under others the model runs as it is, and nothing is compiled in a call.
+        # A graph holds for the settings of torch that it was made under, such as the number of
+        # threads. Under others the model runs uncompiled, and nothing is compiled in a call.
         with torch.compiler.set_stance("eager_on_recompile"):
-            return self.run(tokens, positions, kv_len=kv_len, only_last=only_last)
+            return self.run(tokens, positions, first_row, active, kv_len)
 
     def run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, *, kv_len: int, only_last: bool
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        first_row: int | torch.Tensor,
+        active: torch.Tensor,
+        kv_len: int,
     ) -> torch.Tensor:
         """The step, compiled if it has not been."""
         kv_len = next(length for length in self.buckets if length >= kv_len)
         if len(tokens) > 1:
-            for tensor in (tokens, positions):
+            for tensor in (tokens, positions, active):
                 torch._dynamo.mark_dynamic(tensor, 0, min=2, max=self.max_batch_size)
-        return self._compiled(tokens, positions, kv_len=kv_len, only_last=only_last)
+        return self._compiled(tokens, positions, first_row, active, kv_len)
 
 
 def bucket_lengths(n_slots: int) -> list[int]:
@@ -78,15 +98,18 @@ def compile_step(model: Transformer, *, verbose: bool) -> CompiledStep:
         with settings, torch.inference_mode():
             for kv_len in step.buckets:
                 for bsz in sizes:
-                    tokens = torch.zeros(bsz, dtype=torch.int64, device=device)
-                    step.run(tokens[:, None], tokens.clone(), kv_len=kv_len, only_last=True)
+                    zeros = torch.zeros(bsz, dtype=torch.int64, device=device)
+                    first_row = torch.zeros((), dtype=torch.int64, device=device)
+                    where = first_row if bsz == 1 else 0, zeros == 0
+                    step.run(zeros[:, None], zeros.clone(), *where, kv_len)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise LlamaError(
             f"compile=True, and the compiler for {device} failed ({error.inner_exception}): "
             "repair it, or leave compile out"
         ) from error
     for attention in model.attentions:
-        attention.clear_cache()
+        for buffer in attention.buffers(recurse=False):
+            buffer.zero_()
     if verbose:
         print(f"Compiled the decoding step in {time.monotonic() - start:.2f} seconds")
     return step

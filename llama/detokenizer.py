@@ -51,11 +51,19 @@ class Detokenizer:
         self.pieces = [""] * bos + echo
         self._n_echoed = len(self.pieces)
         self._final = list(self.pieces)
+        self._n_taken = 0
 
     @property
     def text(self) -> str:
         """The text that is final so far."""
         return "".join(self._final)
+
+    def take(self) -> str:
+        """The text that became final since the last call; another thread may push meanwhile."""
+        n = len(self._final)
+        text = "".join(self._final[self._n_taken : n])
+        self._n_taken = n
+        return text
 
     def push(self, token: int) -> str:
         """The text that became final with `token`; "" once a stop string was found."""

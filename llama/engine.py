@@ -1,222 +1,376 @@
-"""The loop: prefill the prompts, then sample a token for each row, advance, feed, and again.
+"""The engine: requests in, tokens out, one pass of the model at a time (continuous batching).
 
-A batch is a list of `Row`s. Row i lies in row i of the cache, at its own position; what a `Row`
-becomes is written into it.
+A request has a row of the cache while it runs. `start_pos` is its position there: how many of its
+tokens the row holds. Each step admits requests, runs one pass over tokens that are not in the
+cache yet (a chunk of prompts, or the newest token of each answer), and samples for every request
+that has been read to its end.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 
-from llama import sampling
 from llama.errors import LlamaError
-from llama.model import ModelArgs, Transformer
-from llama.prefix_cache import CacheRecord
+from llama.model import PREFILL_TOKENS, ModelArgs, Segment, Transformer
+from llama.prefix_cache import PrefixCache, common_prefix
+from llama.requests import FinishReason, Request
+from llama.sampling import NOT_FINITE, sample, token_logprobs
 
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass
-class Row:
-    """One prompt of a batch, and what has become of it."""
-
-    prompt: list[int]
-    limit: int  # how many tokens may be generated
-    tokens: list[int] = field(default_factory=list)  # generated, without the one that stopped it
-    logprobs: list[float] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=lambda: [0.0])  # position 0 has none
-    finish_reason: FinishReason | None = None
-
-    def __post_init__(self) -> None:
-        self._end_at_limit()
-
-    def advance(self, token: int, logprob: float | None, stop_tokens: frozenset[int]) -> int | None:
-        """Take the token in; returns it, or None if the row has ended, with it or before."""
-        if not self.is_running:
-            return None
-        if token in stop_tokens:
-            self.finish_reason = "stop"
-            return None
-        self.tokens.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
-        self._end_at_limit()
-        return token
-
-    def _end_at_limit(self) -> None:
-        if len(self.tokens) >= self.limit:
-            self.finish_reason = "length"
-
-    def score(self, start: int, logits: torch.Tensor) -> None:
-        """Take in the logits (seqlen, vocab_size) of the prompt from position `start` on."""
-        targets = self.prompt[start + 1 : start + 1 + len(logits)]
-        if targets:
-            ids = torch.tensor(targets, device=logits.device)
-            self.prompt_logprobs += sampling.token_logprobs(logits[: len(ids)], ids).tolist()
-
-    @property
-    def is_running(self) -> bool:
-        return self.finish_reason is None
-
-    def all_logprobs(self, echo: bool) -> list[float]:
-        return self.prompt_logprobs * echo + self.logprobs
-
-    @property
-    def has_finite_prompt(self) -> bool:
-        return all(math.isfinite(value) for value in self.prompt_logprobs)
+PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
+MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
+LOGITS_PER_PASS = 2**24  # numbers, 64 MB, where a pass returns the logits of all tokens
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a call draws its tokens."""
+class Engine:
+    """The rows of the cache, the requests, and the step that serves them.
 
-    temperature: float
-    top_p: float
-    generator: torch.Generator
-
-
-@torch.inference_mode()
-def decode(
-    model: Transformer,
-    record: CacheRecord,
-    rows: Sequence[Row],
-    how: Sampling,
-    *,
-    n_words: int,
-    stop_tokens: frozenset[int],
-    logprobs: bool = False,
-    score: bool = False,
-    agree: Callable[[torch.Tensor], None] | None = None,
-    step: Callable[..., torch.Tensor] | None = None,
-) -> Iterator[list[int | None]]:
-    """Generate for a batch: fill in its rows, and yield the new token of each after each step.
-
-    A row that has ended yields None; the caller may end one between two steps by giving it a
-    finish reason. Only ids below `n_words` are drawn. `logprobs`, `score`: fill in those of the
-    generated tokens, and those of the prompts. `step`: the model, compiled for one new token.
+    Any thread may `add`, `cancel` and `run_until`; one of them at a time steps for all.
     """
-    with record.watch(model):
-        logits = prefill(model, record, rows, score=score)
-        # A row that has ended reads its last token again at its own position, which changes
-        # nothing, until all have ended.
-        device = logits.device
-        tokens = torch.tensor([row.prompt[-1] for row in rows], device=device)
-        positions = torch.tensor([len(row.prompt) - 1 for row in rows], device=device)
-        running = [row.is_running for row in rows]
-        advance = torch.tensor(running, device=device)
-        while any(running):
-            chosen = sampling.sample(logits[:, :n_words], how.temperature, how.top_p, how.generator)
-            if agree is not None:
-                agree(chosen)
-            ids = chosen.tolist()  # the one time that a step waits for the device
-            check_finite(model, record, sampling.NOT_FINITE not in ids)
-            values: Sequence[float | None] = [None] * len(rows)
-            if logprobs:
-                values = sampling.token_logprobs(logits, chosen).tolist()
-            news = zip(rows, ids, values, strict=True)
-            yield [row.advance(id, value, stop_tokens) for row, id, value in news]
-            still = [row.is_running for row in rows]
-            if still != running:
-                running, advance = still, torch.tensor(still, device=device)
-            if any(running):
-                tokens = torch.where(advance, chosen, tokens)
-                positions = positions + advance
-                logits = feed(model, record, rows, tokens, positions, step or model)
 
+    def __init__(self, model: Transformer, *, n_words: int, eos_ids: Iterable[int]) -> None:
+        self.model, self.cache = model, PrefixCache(model)
+        self.n_words, self.eos_ids = n_words, frozenset(eos_ids)
+        self.decode_step: Callable[..., torch.Tensor] = model  # or its compiled form
+        self.broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None  # rank 0's tokens
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by row, in the order of admission
+        self.passes: deque[tuple[str, int]] = deque(maxlen=4096)  # kind and tokens, for metrics
+        self._added: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._just_prefilled = False
+        self._n_steps = 0
+        self._is_stepping = False
+        self._closed: LlamaError | None = None
+        self._changed = threading.Condition()
 
-def prefill(
-    model: Transformer, record: CacheRecord, rows: Sequence[Row], *, score: bool
-) -> torch.Tensor:
-    """Read the prompts, all rows at once, each from where its cache ends.
+    # What any thread may call.
 
-    Returns the logits of each row's last token, (bsz, vocab_size).
-    """
-    args, prompts = model.params, [row.prompt for row in rows]
-    starts = [0 if score else record.reusable(i, p, args.n_slots) for i, p in enumerate(prompts)]
-    while True:
-        pieces = [p[s : s + chunk_len(args, s)] for p, s in zip(prompts, starts, strict=True)]
-        logits = read(model, record, starts, pieces, only_last=not score)
-        if score:
-            for row, s, row_logits in zip(rows, starts, logits, strict=True):
-                row.score(s, row_logits)
-        ends = [s + len(piece) for s, piece in zip(starts, pieces, strict=True)]
-        if all(end == len(row.prompt) for end, row in zip(ends, rows, strict=True)):
-            check_finite(model, record, all(row.has_finite_prompt for row in rows))
-            return logits[:, -1]
-        # A row that is through with its prompt reads the last token again meanwhile.
-        starts = [min(end, len(row.prompt) - 1) for end, row in zip(ends, rows, strict=True)]
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests; the next step sees them."""
+        self._added.extend(requests)
 
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Give up requests; takes no lock, since a finalizer may call it inside a step."""
+        self._cancelled.extend(request for request in requests if not request.is_finished)
 
-def chunk_len(args: ModelArgs, start: int) -> int:
-    """How many tokens of a prompt one pass may read from position `start` on."""
-    return min(args.prefill_chunk or args.n_slots, max(args.n_slots - start, args.longest_chunk))
+    def advance(self) -> None:
+        """Make one step, or wait for the end of the one that another thread makes."""
+        with self._changed:
+            may_step, n_steps = not self._is_stepping, self._n_steps
+            self._is_stepping = True
+            if not may_step:
+                self._changed.wait_for(lambda: self._n_steps != n_steps or not self._is_stepping)
+        if may_step:
+            try:
+                self.step()
+            finally:
+                self._let_others_step()
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep others from stepping, between two steps."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_stepping)
+            self._is_stepping = True
+        try:
+            self._take_in()
+            yield
+        finally:
+            self._let_others_step()
 
-def read(
-    model: Transformer,
-    record: CacheRecord,
-    starts: Sequence[int],
-    pieces: Sequence[Sequence[int]],
-    *,
-    only_last: bool,
-) -> torch.Tensor:
-    """One pass over a piece of each row's prompt; the record follows what the cache holds."""
-    for i, start in enumerate(starts):
-        record.truncate(i, start)
-    device = model.rope_freqs.device
-    lengths = [len(piece) for piece in pieces]
-    width = max(lengths)
-    padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
-    with record.write():
-        logits = model(
-            torch.tensor(padded, device=device),
-            torch.tensor(starts, device=device),
-            lengths=None if min(lengths) == width else torch.tensor(lengths, device=device),
-            kv_len=min(max(map(operator.add, starts, lengths)), model.params.n_slots),
-            only_last=only_last,
-        )
-    for i, piece in enumerate(pieces):
-        record.extend(i, piece)
-    return logits
+    def _let_others_step(self) -> None:
+        with self._changed:
+            self._n_steps += 1
+            self._is_stepping = False
+            self._changed.notify_all()
 
+    def shut_down(self, error: LlamaError) -> None:
+        """End all requests with an error, and let go of the model; within `exclusive`."""
+        self._closed = error
+        self._refuse_all()
+        del self.model, self.cache, self.decode_step
 
-def feed(
-    model: Transformer,
-    record: CacheRecord,
-    rows: Sequence[Row],
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    step: Callable[..., torch.Tensor],
-) -> torch.Tensor:
-    """One pass over the newest token of each row: the next logits, (bsz, vocab_size)."""
-    longest = max(len(row.prompt) + len(row.tokens) for row in rows)
-    kv_len = min(longest, model.params.n_slots)
-    with record.write():
-        logits = step(tokens[:, None], positions, kv_len=kv_len, only_last=True)
-    for i, row in enumerate(rows):
-        if row.is_running:
-            record.extend(i, row.tokens[-1:])
-    return logits[:, -1]
+    def _refuse_all(self) -> None:
+        for request in [*self.running.values(), *self.waiting]:
+            request.error = self._closed
+        self.running.clear()
+        self.waiting.clear()
 
+    # One step, for whoever has the right to.
 
-def clear_cache(model: Transformer, record: CacheRecord) -> None:
-    """Zero the cache and forget what it held."""
-    record.forget()
-    for attention in model.attentions:
-        attention.clear_cache()
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit, prefill or decode, sample, finish."""
+        self._take_in()
+        if self._closed is not None:
+            self._refuse_all()
+            return
+        self._admit()
+        requests, segments = self._next_pass()
+        if not requests:
+            return
+        try:
+            logits = self._prefill(requests, segments) if segments else self._decode(requests)
+            self.cache.written()
+            read = [i for i, request in enumerate(requests) if self._is_read(request)]
+            if read:
+                self._sample([requests[i] for i in read], logits[read])
+        except Exception as error:
+            self._fail(requests, error)
 
+    def _take_in(self) -> None:
+        """Take in what other threads queued: new requests, and cancelled ones."""
+        while self._added:
+            self.waiting.append(self._added.popleft())
+        if not self._cancelled:
+            return
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            self._release(request)
+            if not request.is_finished:
+                request.error = LlamaError("the request was cancelled: start it again")
+        self.waiting = deque(request for request in self.waiting if not request.is_finished)
 
-def check_finite(model: Transformer, record: CacheRecord, finite: bool) -> None:
-    """Refuse to go on with infinities or NaNs, and clear the cache, whose mask they get through."""
-    if not finite:
-        clear_cache(model, record)
-        raise LlamaError(
-            f"the logits are not finite in {model.norm.weight.dtype}: the checkpoint may be "
+    def _admit(self) -> None:
+        """Give free rows to waiting requests."""
+        if not self.waiting and not self.cache.was_written_elsewhere():
+            return
+        if self.cache.invalidate_on_external_write():
+            self.preempt(self.running.values())
+        n_rows = len(self.cache.rows)
+        for request in list(islice(self.waiting, 4 * n_rows)):
+            free = [row for row in range(n_rows) if row not in self.running]
+            if request.is_paused or self._shares_a_prefill(request):
+                continue
+            paused = [r for r in self.running.values() if r.is_paused]
+            if not free and paused:
+                evicted = min(paused, key=lambda r: r.paused_at)
+                free = [row for row, r in self.running.items() if r is evicted]
+                self.preempt([evicted])
+            if not free:
+                break
+            self.waiting.remove(request)
+            reuse = not request.reads_every_position
+            request.row, start = self.cache.assign(request.ids, free, reuse=reuse)
+            request.n_reused = request.n_reused or min(start, len(request.prompt))
+            self.running[request.row] = request
+
+    def _shares_a_prefill(self, request: Request) -> bool:
+        """Will a prompt that is being read soon spare this one a pass over a common prefix?"""
+        ids = request.ids
+        reading = [r for r in self.running.values() if self._n_pending(r) > 1]
+        if not reading or request.reads_every_position:
+            return False
+        shared = max(common_prefix(r.ids, ids) for r in reading)
+        return shared - self.cache.longest(ids)[0] >= MIN_SHARED
+
+    def preempt(self, requests: Iterable[Request]) -> None:
+        """Take the rows of running requests, which are admitted again later."""
+        for request in list(requests):
+            self._release(request)
+            if request.reads_every_position:  # it starts again
+                del request.prompt_logprobs[1:], request.hidden_states[:]
+            self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        if request.row is not None:
+            del self.running[request.row]
+            request.row = None
+
+    def _n_pending(self, request: Request) -> int:
+        """Tokens of a running request that are not in the cache yet."""
+        return len(request.prompt) + len(request.tokens) - self._start_pos(request)
+
+    def _start_pos(self, request: Request) -> int:
+        assert request.row is not None
+        return len(self.cache.rows[request.row])
+
+    def _is_read(self, request: Request) -> bool:
+        """Is it in the cache to its end, so that the next token can be drawn?"""
+        return not request.is_finished and self._n_pending(request) == 0
+
+    def _next_pass(self) -> tuple[list[Request], list[Segment]]:
+        """The requests of the next pass, and the chunks of their prompts if it is a prefill."""
+        prefilling, decoding = [], []
+        for request in self.running.values():
+            if self._n_pending(request) > 1 or (
+                request.reads_every_position and not request.tokens
+            ):
+                prefilling.append(request)
+            elif not request.is_paused:
+                decoding.append(request)
+        # In alternation, so that a long prompt delays the others by one chunk at most.
+        self._just_prefilled = bool(prefilling) and not (decoding and self._just_prefilled)
+        if not self._just_prefilled:
+            return decoding, []
+        args, every_position = self.model.params, prefilling[0].reads_every_position
+        room = args.prefill_chunk or (PREFILL_TOKENS_SHARED if decoding else PREFILL_TOKENS)
+        if every_position:
+            room = min(room, max(1, LOGITS_PER_PASS // args.vocab_size))
+        requests, segments = [], []
+        for request in prefilling:
+            start_pos = self._start_pos(request)
+            n = min(self._n_pending(request), chunk_len(args, start_pos), room)
+            if n > 0 and request.reads_every_position == every_position:
+                requests.append(request)
+                segments.append(Segment(request.row or 0, start_pos, n))
+                room -= n
+        return requests, segments
+
+    def _prefill(self, requests: list[Request], segments: list[Segment]) -> torch.Tensor:
+        """Read a chunk of each prompt: the logits of each last token, (len(requests), n)."""
+        model, device = self.model, self.model.rope_freqs.device
+        chunks = [r.ids[s.start_pos : s.end] for r, s in zip(requests, segments, strict=True)]
+        tokens = [token for chunk in chunks for token in chunk]
+        self.passes.append(("prefill", len(tokens)))
+        context = model.segment_context(segments, device)
+        h = model.hidden_states(torch.tensor([tokens], device=device), context)[0]
+        pieces = h.split([len(chunk) for chunk in chunks])
+        for request, segment, chunk, piece in zip(requests, segments, chunks, pieces, strict=True):
+            self.cache.rows[segment.row] += chunk
+            if request.reads_every_position:
+                self._read_positions(request, segment, piece)
+        return model.output(torch.stack([piece[-1] for piece in pieces])).float()
+
+    def _read_positions(self, request: Request, segment: Segment, h: torch.Tensor) -> None:
+        """Take in the final hidden states (n, dim) of a part of a prompt."""
+        if request.wants_hidden_states:
+            request.hidden_states.append(h.float())
+        targets = request.prompt[segment.start_pos + 1 : segment.end + 1]
+        if targets and request.params.prompt_logprobs:
+            logits = self.model.output(h[: len(targets)]).float()
+            values = token_logprobs(logits, torch.tensor(targets, device=h.device)).tolist()
+            request.prompt_logprobs += values
+            if not all(map(math.isfinite, values)):
+                self._fail([request], self._not_finite())
+
+    def _decode(self, requests: list[Request]) -> torch.Tensor:
+        """Read the newest token of each request: the next logits, (len(requests), n).
+
+        The pass covers a contiguous range of rows; those in between that it does not serve stay
+        as they are.
+        """
+        self.passes.append(("decode", len(requests)))
+        args, device = self.model.params, self.model.rope_freqs.device
+        compiled = self.decode_step is not self.model
+        by_row = {request.row or 0: request for request in requests}
+        first, last = min(by_row), max(by_row)
+        if compiled and first != last:
+            first = 0  # a graph is for the rows from 0 on, or for any one row
+        served = [by_row.get(row) for row in range(first, last + 1)]
+        starts = [0 if request is None else self._start_pos(request) for request in served]
+        start_pos: int | torch.Tensor = starts[0]
+        if compiled or len(set(starts)) > 1:
+            start_pos = torch.tensor(starts, device=device)
+        active = None
+        if compiled or None in served:
+            active = torch.tensor([request is not None for request in served], device=device)
+        newest = [[0 if request is None else request.newest] for request in served]
+        logits = self.decode_step(
+            torch.tensor(newest, device=device),
+            start_pos,
+            first_row=torch.tensor(first, device=device) if compiled and first == last else first,
+            active=active,
+            kv_len=min(max(starts) + 1, args.n_slots),
+            only_last=True,
+        )[:, -1]
+        for row, request in by_row.items():
+            self.cache.rows[row].append(request.newest)
+        return logits[[row - first for row in by_row]]
+
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """Draw the next token of each request from logits (len(requests), vocab_size)."""
+        logits = logits[:, : self.n_words]
+        drawing, rows, shaped = [], [], []
+        for i, request in enumerate(requests):
+            if request.limit == 0:
+                self._finish(request, "length")
+                continue
+            try:
+                shaped.append(request.reshape(logits[i]))
+            except Exception as error:  # a processor's: it ends this request alone
+                self._fail([request], error)
+                continue
+            drawing.append(request)
+            rows.append(i)
+        if not drawing:
+            return
+        raw = logits[rows]
+        params = [request.params for request in drawing]
+        tokens = sample(torch.stack(shaped), params, _waits(drawing, raw))
+        tokens = torch.where(raw.amin(-1).isfinite(), tokens, NOT_FINITE)
+        if self.broadcast is not None:
+            tokens = self.broadcast(tokens)
+        ids = tokens.tolist()  # the only host sync per step
+        values: Sequence[float | None] = [None] * len(ids)
+        if any(p.logprobs for p in params):
+            values = token_logprobs(raw, tokens.clamp_min(0)).tolist()
+        for request, id, value, row in zip(drawing, ids, values, raw, strict=True):
+            self._advance(request, id, value, row)
+
+    def _advance(
+        self, request: Request, token: int, logprob: float | None, logits: torch.Tensor
+    ) -> None:
+        """Take in a drawn token, and finish the request if it ends there."""
+        if token == NOT_FINITE:
+            self._fail([request], self._not_finite())
+        elif token in self.eos_ids:
+            self._finish(request, "stop")
+        elif token in request.stop_tokens:
+            self._finish(request, "stop", token)
+        else:
+            request.push(token, logprob, logits)
+            if request.detokenizer is not None and request.detokenizer.stop is not None:
+                self._finish(request, "stop", request.detokenizer.stop)
+            elif len(request.tokens) >= request.limit:
+                self._finish(request, "length")
+            elif request.is_paused:
+                request.paused_at = self._n_steps
+
+    def _finish(
+        self, request: Request, reason: FinishReason, stop: int | str | None = None
+    ) -> None:
+        """End a request; its row keeps what it holds, for whoever shares a prefix with it."""
+        request.finish(reason, stop)
+        self._release(request)
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """End requests with an error, and zero their rows: NaN gets through any mask."""
+        for request in requests:
+            if request.row is not None:
+                self.cache.clear(request.row)
+            self._release(request)
+            request.error = request.error or error
+
+    def _not_finite(self) -> LlamaError:
+        return LlamaError(
+            f"the logits are not finite in {self.model.norm.weight.dtype}: the checkpoint may be "
             "damaged, or the dtype too narrow for it: try dtype='float32' (or 'bfloat16')"
         )
+
+
+def chunk_len(args: ModelArgs, start_pos: int) -> int:
+    """How many tokens of one prompt a pass may read from position `start_pos` on."""
+    return min(
+        args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
+    )
+
+
+def _waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:
+    """The waiting times of each request's next draw (len(requests), n); None if all are greedy."""
+    if all(request.params.temperature == 0 for request in requests):
+        return None
+    unused = torch.ones_like(logits[0])
+    return torch.stack(
+        [
+            unused if request.params.temperature == 0 else request.draw(logits.shape[-1])
+            for request in requests
+        ]
+    )

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from llama import kv_cache
+from llama import kv_cache, sizes
 from llama.checkpoints.config import CONTEXT
 from llama.checkpoints.reader import open_checkpoint
-from llama.device import resolve_dtype
-from llama.errors import LlamaError, checked_path, checked_whole, require, shown
+from llama.device import available_bytes, resolve_device, resolve_dtype
+from llama.errors import LlamaError, checked_path, require
 from llama.model import ModelArgs
 from llama.parameters import require_split
 from llama.quantize import check_kind
-from llama.sizes import BINARY_UNITS, DECIMAL_UNITS, cache_bytes, format_bytes, weights_bytes
+from llama.sizes import BINARY_UNITS, DECIMAL_UNITS, format_bytes
 
 _FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len")
-# By name; the last number is the context that the model was trained on.
+# max_seq_len is the context length of the training.
 ARCHITECTURES = {
     "llama-2-7b": (4096, 32, 32, 32, 11008, 32000, 4096),
     "llama-2-13b": (5120, 40, 40, 40, 13824, 32000, 4096),
@@ -37,25 +38,31 @@ WINDOWS = {"mistral-7b": 4096}
 
 
 def architecture(model: str) -> tuple[ModelArgs, bool, str | None]:
-    """A model's shape with one row of its context, if its output is tied, and how it is quantized.
+    """The shape, with one cache row of the model's context; whether tied; how quantized.
 
-    `model` is a known name, or the folder of a checkpoint.
+    Args:
+        model: a known name, or the folder of a checkpoint.
     """
     if model in ARCHITECTURES:
         shape: dict[str, Any] = dict(zip(_FIELDS, ARCHITECTURES[model], strict=True))
         return ModelArgs(**shape, sliding_window=WINDOWS.get(model), max_batch_size=1), False, None
     require(
         checked_path(model, "model").is_dir(),
-        f"{shown(model)} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
+        f"{model!r:.80} is neither a folder nor a known model: {', '.join(ARCHITECTURES)}",
     )
-    checkpoint = open_checkpoint(model)
+    return checkpoint_shape(model)
+
+
+def checkpoint_shape(folder: str | Path) -> tuple[ModelArgs, bool, str | None]:
+    """As `architecture`, of the checkpoint in a folder."""
+    checkpoint = open_checkpoint(folder)
     args = replace(checkpoint.args, max_seq_len=checkpoint.context or CONTEXT, max_batch_size=1)
     return args, checkpoint.config.tied, checkpoint.quantized
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model as it is to be built; the sizes are those of one rank."""
+    """A model to build; the sizes are those of one rank."""
 
     args: ModelArgs
     dtype: torch.dtype = torch.float16
@@ -64,31 +71,25 @@ class Plan:
     tied: bool = False
     quantize: str | None = None
 
-    def __post_init__(self) -> None:
-        require_split(self.args, self.ranks)
-
     @property
     def weights_bytes(self) -> int:
-        return weights_bytes(
+        return sizes.weights_bytes(
             self.args, dtype=self.dtype, ranks=self.ranks, tied=self.tied, quantize=self.quantize
         )
 
     @property
-    def weights_name(self) -> str:
-        return self.quantize or _name(self.dtype)
-
-    @property
     def cache_bytes(self) -> int:
-        return cache_bytes(self.args, self.cache_dtype, self.ranks)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.cache_bytes // self.args.max_batch_size
+        return sizes.cache_bytes(self.args, self.cache_dtype, self.ranks)
 
     @property
     def token_bytes(self) -> int:
-        """Of one position in one row."""
-        return self.row_bytes // self.args.n_slots
+        """Bytes of one position in one row."""
+        return self.cache_bytes // (self.args.max_batch_size * self.args.n_slots)
+
+    @property
+    def activation_bytes(self) -> int:
+        count = getattr(sizes, "activation_bytes", lambda *_: 0)
+        return count(self.args, self.dtype, self.ranks)
 
 
 def memory(
@@ -102,46 +103,50 @@ def memory(
     model_parallel_size: int = 1,
     sliding_window: int | None = None,
     prefill_chunk: int | None = None,
-    budget: str | int | None = None,
+    budget: str | None = None,
     plot: str | None = None,
 ) -> None:
     """Print what a model needs in memory.
 
     Args:
-        model: the name of a model, or the folder of a checkpoint.
-        max_seq_len: positions in each row of the cache; default: the model's context.
-        max_batch_size: rows of the cache.
-        dtype: of the weights, float32, bfloat16 or float16.
-        kv_cache_dtype: of the cache, one of these or int8; default: as the weights.
-        quantize: int8 or int4, for the weights.
+        model: a known model, or the folder of a checkpoint.
+        max_seq_len: positions in each cache row; default: the model's context.
+        max_batch_size: cache rows.
+        dtype: dtype of the weights: float32, bfloat16 or float16.
+        kv_cache_dtype: dtype of the cache, one of these or int8; default: as the weights.
+        quantize: int8 or int4 weights.
         model_parallel_size: ranks that share the model.
-        sliding_window: how many positions a query sees; default: what the model says.
-        prefill_chunk: prompts are read in pieces of at most this many tokens.
-        budget: of one rank, such as 24GiB: print also what fits.
-        plot: a file to draw the cache against the weights into, over the length of the context.
+        sliding_window: attention window in tokens; default: the model's own.
+        prefill_chunk: prefill prompts in chunks of at most this many tokens.
+        budget: memory of one rank, such as 24GiB: print what fits as well.
+        plot: an image file: draw the cache and the weights over the context length.
     """
-    model = str(model)  # the command line makes a number of a folder named 7
     weights_dtype = resolve_dtype(dtype, torch.device("cpu"))
     cache_dtype = kv_cache.checked_dtype(
         weights_dtype if kv_cache_dtype is None else kv_cache_dtype
     )
-    plot = None if plot is None else str(checked_path(plot, "plot"))
     check_kind(quantize)
     args, tied, quantized = architecture(model)
-    max_seq_len = args.max_seq_len if max_seq_len is None else max_seq_len
+    context = args.max_seq_len
+    max_seq_len = context if max_seq_len is None else max_seq_len
+    for name, value in (
+        ("max_seq_len", max_seq_len),
+        ("max_batch_size", max_batch_size),
+        ("model_parallel_size", model_parallel_size),
+    ):
+        require(value >= 1, f"{name} {value}: it must be at least 1")
     args = replace(
         args,
-        max_seq_len=checked_whole(max_seq_len, "max_seq_len", 1),
-        max_batch_size=checked_whole(max_batch_size, "max_batch_size", 1),
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
         sliding_window=args.sliding_window if sliding_window is None else sliding_window,
         prefill_chunk=prefill_chunk,
     )
-    ranks = checked_whole(model_parallel_size, "model_parallel_size", 1)
-    plan = Plan(args, weights_dtype, cache_dtype, ranks, tied, quantized or quantize)
-    budget_bytes = None if budget is None else parse_bytes(budget)
+    require_split(args, model_parallel_size)
+    plan = Plan(args, weights_dtype, cache_dtype, model_parallel_size, tied, quantized or quantize)
     print("\n".join(report(plan, title=model)))
-    if budget_bytes is not None:
-        print("\n".join(what_fits(plan, budget_bytes)))
+    if budget is not None:
+        print("\n".join(what_fits(plan, parse_bytes(budget), context)))
     if plot is not None:
         draw(plan, plot, title=model)
         print(f"plot: {plot}")
@@ -154,49 +159,48 @@ def report(plan: Plan, *, title: str) -> Iterator[str]:
         f"{title}: {args.n_layers} layers, {args.n_heads} heads of {args.head_dim}, "
         f"{args.kv_heads} for keys and values"
     )
-    sizes = {
-        f"weights, {plan.weights_name}": plan.weights_bytes,
+    rows = {
+        f"weights, {plan.quantize or _name(plan.dtype)}": plan.weights_bytes,
         f"cache per token, {_name(plan.cache_dtype)}": plan.token_bytes,
-        f"cache per sequence, {args.n_slots} slots": plan.row_bytes,
+        f"cache per sequence, {args.n_slots} slots": plan.cache_bytes // args.max_batch_size,
         f"cache, batch of {args.max_batch_size}": plan.cache_bytes,
-        "weights and cache": plan.weights_bytes + plan.cache_bytes,
+        "activations of a prefill": plan.activation_bytes,
+        "in all": plan.weights_bytes + plan.cache_bytes + plan.activation_bytes,
     }
-    whole_first = [ranks, 1] if ranks > 1 else [1]
+    columns = [ranks, 1] if ranks > 1 else [1]
     if ranks > 1:
-        yield _line("", "in all", f"on each of {ranks} ranks")
-    for label, n_bytes in sizes.items():
-        yield _line(label, *[format_bytes(n * n_bytes) for n in whole_first])
-    yield _line("cache against weights", f"{plan.cache_bytes / plan.weights_bytes:.2f}")
+        yield _line("", "all ranks", f"each of {ranks} ranks")
+    for label, n_bytes in rows.items():
+        yield _line(label, *[format_bytes(n * n_bytes) for n in columns])
+    yield _line("cache / weights", f"{plan.cache_bytes / plan.weights_bytes:.2f}")
 
 
-def what_fits(plan: Plan, budget_bytes: int) -> Iterator[str]:
-    """The longest context and the largest batch on a rank with `budget_bytes`.
+def what_fits(plan: Plan, budget_bytes: int, context: int) -> Iterator[str]:
+    """The longest context, up to the model's own, and the largest batch on a rank.
 
     Raises:
-        LlamaError: not even the weights fit.
+        LlamaError: the weights and activations alone exceed `budget_bytes`.
     """
-    args, left = plan.args, budget_bytes - plan.weights_bytes
+    args, fixed = plan.args, plan.weights_bytes + plan.activation_bytes
+    left = budget_bytes - fixed
     require(
         left >= 0,
-        f"a budget of {format_bytes(budget_bytes)} is {format_bytes(-left)} less than the weights, "
-        f"{format_bytes(plan.weights_bytes)}: more ranks, or a narrower dtype",
+        f"a budget of {format_bytes(budget_bytes)} is {format_bytes(-left)} less than the weights "
+        f"and activations, {format_bytes(fixed)}: use more ranks, a smaller dtype, or quantize",
     )
-    slots, window = left // (plan.token_bytes * args.max_batch_size), args.sliding_window
-    endless = window is not None and slots >= window + (args.prefill_chunk or 1) - 1
+    n_slots, window = left // (plan.token_bytes * args.max_batch_size), args.sliding_window
+    longest = f"{n_slots} tokens" if n_slots < context else f"{context} tokens, the model's own"
+    if window is not None and n_slots >= window + (args.prefill_chunk or 1) - 1:
+        longest = "unlimited: the window fits"
+    n_rows = left // (plan.token_bytes * args.n_slots)
     yield _line("budget", format_bytes(budget_bytes))
     yield _line("left for the cache", format_bytes(left))
-    yield _line(
-        f"longest context, batch of {args.max_batch_size}",
-        "without end: the window fits" if endless else f"{slots} tokens",
-    )
-    yield _line(
-        f"largest batch, {args.n_slots} slots each",
-        f"{left // plan.row_bytes} rows",
-    )
+    yield _line(f"longest context, batch of {args.max_batch_size}", longest)
+    yield _line(f"largest batch, {args.n_slots} slots each", f"{n_rows} rows")
 
 
 def draw(plan: Plan, path: str, *, title: str) -> None:
-    """Plot one sequence's cache against the weights, over the context's length."""
+    """Plot the cache of one sequence, and the weights, over the context length."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -214,23 +218,21 @@ def draw(plan: Plan, path: str, *, title: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for label, (n_kv_heads, w) in curves.items():
-        sizes = [
-            cache_bytes(
-                replace(
-                    args,
-                    n_kv_heads=n_kv_heads,
-                    max_seq_len=length,
-                    max_batch_size=1,
-                    sliding_window=w,
-                    prefill_chunk=1,
-                ),
-                plan.cache_dtype,
-            )
+        row = replace(
+            args, n_kv_heads=n_kv_heads, max_batch_size=1, sliding_window=w, prefill_chunk=1
+        )
+        gigabytes = [
+            sizes.cache_bytes(replace(row, max_seq_len=length), plan.cache_dtype) / 1e9
             for length in lengths
         ]
-        axes.plot(lengths, [size / 1e9 for size in sizes], marker=".", label=label)
+        axes.plot(lengths, gigabytes, marker=".", label=label)
     weights = replace(plan, ranks=1).weights_bytes / 1e9
-    axes.axhline(weights, color="black", linestyle="--", label=f"weights, {plan.weights_name}")
+    axes.axhline(
+        weights,
+        color="black",
+        linestyle="--",
+        label=f"weights, {plan.quantize or _name(plan.dtype)}",
+    )
     axes.set(xlabel="tokens", ylabel="GB", title=f"{title}: cache of one sequence")
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
@@ -242,17 +244,52 @@ def draw(plan: Plan, path: str, *, title: str) -> None:
         raise LlamaError(f"the plot {str(path)!r} cannot be written: {error}") from error
 
 
-def parse_bytes(size: str | int) -> int:
-    """24GiB, 24 GB, 1.5tib or a plain number of bytes."""
-    units = {"": 1, "b": 1}
-    units |= {u.lower(): n for u, n in (DECIMAL_UNITS | BINARY_UNITS).items()}
-    text = size if isinstance(size, str) else shown(size)
-    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{0,30})?)\s*([a-z]*)\s*", text.lower())
+def fitting_context(
+    folder: str | Path,
+    max_batch_size: int,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    kv_cache_dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
+    sliding_window: int | None = None,
+    prefill_chunk: int | None = None,
+) -> int:
+    """The context length of a checkpoint, or as much of it as fits the free memory.
+
+    Several ranks have to agree on it, so there it is at most 4096 and nothing is measured.
+    """
+    args, tied, quantized = checkpoint_shape(folder)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return min(args.max_seq_len, CONTEXT)
+    place = resolve_device(device)
+    weights_dtype = resolve_dtype(dtype, place)
+    cache_dtype = kv_cache.checked_dtype(kv_cache_dtype or weights_dtype)
+    window = args.sliding_window if sliding_window is None else sliding_window
+    args = replace(
+        args, max_batch_size=max_batch_size, sliding_window=window, prefill_chunk=prefill_chunk
+    )
+    plan = Plan(args, weights_dtype, cache_dtype, tied=tied, quantize=quantized or quantize)
+    free = available_bytes(place)
+    if free is None:
+        return args.max_seq_len
+    n_slots = (free * 9 // 10 - plan.weights_bytes - plan.activation_bytes) // plan.token_bytes
+    # If not even this fits, `build` says so.
+    return min(args.max_seq_len, max(n_slots // max_batch_size, 512))
+
+
+def parse_bytes(size: str) -> int:
+    """Bytes in a size such as 24GiB, 24G (the same) or 24 GB.
+
+    Raises:
+        LlamaError: no number, or no unit.
+    """
+    units = {"b": 1} | {unit[0].lower(): n for unit, n in BINARY_UNITS.items()}
+    units |= {unit.lower(): n for unit, n in (DECIMAL_UNITS | BINARY_UNITS).items()}
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([a-z]+)\s*", size.lower())
     if match is None or match[2] not in units:
-        raise LlamaError(
-            f"{shown(size)} is no size: write a number and a unit, such as 24GiB or 24GB"
-        )
-    return int(Fraction(match[1]) * units[match[2]])
+        raise LlamaError(f"{size!r:.80} is not a size: write a number and a unit, such as 24GiB")
+    return round(float(match[1]) * units[match[2]])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,17 +8,22 @@ Letters in shapes: bsz rows, seqlen new tokens in each, kv_len cache slots that 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 from llama import kv_cache
 from llama.errors import LlamaError, require
 from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+
+PREFILL_TOKENS = 2048  # of one pass, if prefill_chunk is not set: bounds activations
 
 
 @dataclass
@@ -38,19 +43,17 @@ class ModelArgs:
     hidden_dim: int | None = None  # the feed-forward width itself, where no rule gives it
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None  # see rope_frequencies
-    sliding_window: int | None = None  # a query sees this many positions, its own included
-    prefill_chunk: int | None = None  # prompts are read in pieces of at most this many tokens
+    sliding_window: int | None = None  # attention window in tokens, the query's own included
+    prefill_chunk: int | None = None  # tokens of a prompt that one pass may read
+    head_dim: int = 0  # 0: dim / n_heads
 
     def __post_init__(self) -> None:
+        self.head_dim = self.head_dim or self.dim // self.n_heads
         kv_cache.check_window(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
     @property
     def kv_heads(self) -> int:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
 
     @property
     def ffn_dim(self) -> int:
@@ -66,7 +69,7 @@ class ModelArgs:
 
     @property
     def longest_chunk(self) -> int:
-        """How many tokens one pass may read once the ring turns; 0: it must not turn."""
+        """How many tokens one pass may read once the ring wraps; 0: it must not wrap."""
         return kv_cache.longest_chunk(self.n_slots, self.sliding_window)
 
 
@@ -85,8 +88,8 @@ class RMSNorm(nn.Module):
 
 
 # Rotary embedding (Su et al. 2021, arXiv:2104.09864): dimensions 2i and 2i + 1 of a head are a
-# point in the plane, which position p turns by the angle p * theta ** (-2i / head_dim). Inside the
-# module it is computed in real numbers, since complex tensors break torch.compile and .to(dtype).
+# point in the plane, which position p rotates by the angle p * theta ** (-2i / head_dim). The
+# module computes in real numbers: complex tensors break torch.compile and .to(dtype).
 
 
 def rope_frequencies(
@@ -95,8 +98,8 @@ def rope_frequencies(
     """The angle per position of each pair of dimensions, float32 (head_dim / 2,).
 
     `scaling` is None, `{"rope_type": "linear", "factor": F}` (every angle F times slower), or
-    `{"rope_type": "llama3", ...}`: slow only the waves that are longer than the context that the
-    model was trained on, and blend in between (Llama 3.1's rule).
+    `{"rope_type": "llama3", ...}` (Llama 3.1's rule: slow only the waves that are longer than the
+    original context, and blend in between).
     """
     # On the CPU wherever the model is: the same numbers on every device.
     exponents = torch.arange(0, head_dim, 2, device="cpu")[: head_dim // 2].float() / head_dim
@@ -107,8 +110,8 @@ def rope_frequencies(
     if scaling["rope_type"] == "linear":
         return freqs / factor
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a short wave, left as it is
+    waves = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)
+    keep = ((waves - low) / (high - low)).clamp(0, 1)  # 1: a short wave, kept as it is
     return keep * freqs + (1 - keep) * freqs / factor
 
 
@@ -131,7 +134,7 @@ def reshape_for_broadcast(freqs_cis: torch.Tensor, x: torch.Tensor) -> torch.Ten
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of x (bsz, seqlen, n_heads, head_dim); computed in float32.
+    """Rotate each pair of x (bsz, seqlen, n_heads, head_dim); computed in float32.
 
     `cos`, `sin`: broadcastable to (bsz, seqlen, n_heads, head_dim / 2).
     """
@@ -142,7 +145,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def apply_rotary_emb(
     xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn (bsz, seqlen, n_heads, head_dim) queries and keys by freqs_cis (seqlen, head_dim/2)."""
+    """Rotate queries and keys (bsz, seqlen, n_heads, head_dim) by (seqlen, head_dim / 2)."""
     freqs_cis = reshape_for_broadcast(freqs_cis, xq[..., ::2])
     cos, sin = freqs_cis.real, freqs_cis.imag
     return rotate(xq, cos, sin), rotate(xk, cos, sin)
@@ -156,26 +159,40 @@ def repeat_kv(x: torch.Tensor, n_rep: int) -> torch.Tensor:
     return x.repeat_interleave(n_rep, dim=2) if n_rep > 1 else x
 
 
+class Segment(NamedTuple):
+    """New tokens of one cache row, packed behind those of other rows."""
+
+    row: int
+    start_pos: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start_pos + self.length
+
+
 @dataclass
-class Step:
+class ForwardContext:
     """What every layer needs to know about one forward pass, computed once for all of them."""
 
     cos: torch.Tensor  # (bsz, seqlen, 1, head_dim / 2), float32
     sin: torch.Tensor
-    rows: torch.Tensor  # (bsz, 1): the cache rows
+    rows: torch.Tensor  # (bsz, 1) or (1, seqlen): the cache row of each token
     slots: torch.Tensor  # (bsz, seqlen): where the new keys and values go
-    bias: torch.Tensor  # (bsz, 1, n_rep * seqlen, kv_len): 0 where a key is seen, -inf elsewhere
-
-    @property
-    def kv_len(self) -> int:
-        return self.bias.shape[-1]
+    kv_len: int  # cache slots that attention reads
+    active: torch.Tensor | None = None  # (bsz, 1): the rows that may be written
+    # One of the two: rows of a batch with a mask for all, or segments with a mask for each.
+    read_rows: slice | torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # (bsz, 1, seqlen, kv_len): 0 where a key is seen, else -inf
+    segments: Sequence[Segment] = ()
+    masks: Sequence[torch.Tensor | None] = ()  # None: causal from position 0
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over this rank's heads.
 
     Owns `cache_k` and `cache_v`, (max_batch_size, n_slots, n_local_kv_heads, head_dim), allocated
-    once, and for a cache in int8 `scale_k` and `scale_v`, without the last axis. They follow
+    once, and for an int8 cache `scale_k` and `scale_v`, without the last axis. They follow
     `.to()` and are not part of the state dict.
     """
 
@@ -211,30 +228,58 @@ class Attention(nn.Module):
             self.register_buffer(f"cache_{name}", cache, persistent=False)
             self.register_buffer(f"scale_{name}", scale, persistent=False)
 
-    def clear_cache(self) -> None:
-        for buffer in self.buffers(recurse=False):
-            buffer.zero_()
-
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x: (bsz, seqlen, dim); returns the same shape."""
         bsz, seqlen, _ = x.shape
         xq = self.wq(x).view(bsz, seqlen, self.n_local_heads, self.head_dim)
         xk = self.wk(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
         xv = self.wv(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
-        xq, xk = rotate(xq, step.cos, step.sin), rotate(xk, step.cos, step.sin)
+        xq, xk = rotate(xq, context.cos, context.sin), rotate(xk, context.cos, context.sin)
 
-        kv_cache.write(self.cache_k, self.scale_k, xk, step.rows, step.slots)
-        kv_cache.write(self.cache_v, self.scale_v, xv, step.rows, step.slots)
-        keys = kv_cache.read(self.cache_k, self.scale_k, bsz, step.kv_len, x.dtype)
-        values = kv_cache.read(self.cache_v, self.scale_v, bsz, step.kv_len, x.dtype)
+        where = context.rows, context.slots, context.active
+        kv_cache.write(self.cache_k, self.scale_k, xk, *where)
+        kv_cache.write(self.cache_v, self.scale_v, xv, *where)
+        y = self._attend_segments(xq, context) if context.segments else self._attend(xq, context)
+        return self.wo(y.reshape(bsz, seqlen, -1))
 
-        # The n_rep queries that share a key head become n_rep * seqlen queries of one head: the
-        # cached heads are not copied, and prefill and decode take the same kernel.
-        groups = (bsz, seqlen, self.n_local_kv_heads, self.n_rep, self.head_dim)
-        xq = xq.view(groups).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        y = F.scaled_dot_product_attention(xq, keys, values, attn_mask=step.bias)
-        y = y.unflatten(2, (self.n_rep, seqlen)).permute(0, 3, 1, 2, 4).flatten(2)
-        return self.wo(y)
+    def _attend(self, xq: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Queries (bsz, seqlen, n_local_heads, head_dim) over the rows of a batch."""
+        bsz, seqlen = xq.shape[:2]
+        assert context.read_rows is not None
+        where = context.read_rows, context.kv_len, xq.dtype
+        keys = kv_cache.read(self.cache_k, self.scale_k, *where)
+        values = kv_cache.read(self.cache_v, self.scale_v, *where)
+        if seqlen == 1:
+            # The n_rep queries that share a key head become n_rep positions of one head: the
+            # cached heads are not copied.
+            xq = xq.view(bsz, self.n_local_kv_heads, self.n_rep, self.head_dim)
+            return F.scaled_dot_product_attention(xq, keys, values, attn_mask=context.bias)
+        xq = xq.transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            xq, keys, values, attn_mask=context.bias, enable_gqa=self.n_rep > 1
+        )
+        return y.transpose(1, 2)
+
+    def _attend_segments(self, xq: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Queries (1, n_tokens, n_local_heads, head_dim), each segment over its own row."""
+        groups = (-1, self.n_local_kv_heads, self.n_rep, self.head_dim)
+        lengths = [segment.length for segment in context.segments]
+        answers = []
+        for segment, mask, q in zip(
+            context.segments, context.masks, xq[0].split(lengths), strict=True
+        ):
+            row = slice(segment.row, segment.row + 1)
+            where = row, min(segment.end, self.args.n_slots), xq.dtype
+            # Key heads are the batch here, so that expanding them to n_rep copies nothing.
+            keys, values = (
+                kv_cache.read(cache, scale, *where)[0, :, None].expand(-1, self.n_rep, -1, -1)
+                for cache, scale in ((self.cache_k, self.scale_k), (self.cache_v, self.scale_v))
+            )
+            y = F.scaled_dot_product_attention(
+                q.view(groups).permute(1, 2, 0, 3), keys, values, mask, is_causal=mask is None
+            )
+            answers.append(y.permute(2, 0, 1, 3).flatten(1))  # (length, heads * head_dim)
+        return torch.cat(answers)
 
 
 def feed_forward_width(
@@ -286,8 +331,8 @@ class TransformerBlock(nn.Module):
         """Another name for `attention`."""
         return self.attention
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        h = x + self.attention(self.attention_norm(x), step)
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        h = x + self.attention(self.attention_norm(x), context)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -339,62 +384,122 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         start_pos: int | torch.Tensor,
         *,
-        lengths: torch.Tensor | None = None,
+        first_row: int | torch.Tensor = 0,
+        active: torch.Tensor | None = None,
         kv_len: int | None = None,
         only_last: bool = False,
     ) -> torch.Tensor:
         """Read `tokens` (bsz, seqlen) at positions `start_pos` on; returns float32 logits.
 
         Args:
-            start_pos: the position of each row's first token, an int or (bsz,).
-            lengths: (bsz,), from 1 to seqlen; tokens beyond a row's length are padding, which
-                writes nothing, and whose logits are those of the row's last token.
+            start_pos: the position of each row's first token, an int or a tensor (bsz,).
+            first_row: row i of the batch is row first_row + i of the cache. A tensor of one
+                number is for a batch of one row, whose place is then no constant of a graph.
+            active: bool (bsz,); the cache rows of the others stay as they are, bit by bit, and
+                their logits mean nothing.
             kv_len: how many cache slots attention reads, at least all that are filled. None: as
-                far as an int `start_pos` tells, else all.
-            only_last: logits of each row's last token alone, (bsz, 1, vocab_size) in place of
+                many as an int `start_pos` needs, else all.
+            only_last: logits of each row's last token alone, (bsz, 1, vocab_size) instead of
                 (bsz, seqlen, vocab_size).
 
-        Row i of the batch is row i of the cache. Positions must fit the cache: checked here for
-        an int `start_pos`, and left to the caller for a tensor, whose value may be on a device.
+        Positions must fit the cache: checked here for an int `start_pos`, and left to the caller
+        for a tensor, whose value may be on a device.
         """
         bsz, seqlen = tokens.shape
         self._check_room(bsz, seqlen, start_pos)
-        if lengths is None:
-            offsets = torch.arange(seqlen, device=tokens.device).expand(bsz, seqlen)
-        else:
-            # Padding repeats the row's last token at its own position, and so computes and writes
-            # once more what stands there.
-            offsets = torch.arange(seqlen, device=tokens.device).minimum(lengths[:, None] - 1)
-            tokens = tokens.gather(1, offsets)
-        if isinstance(start_pos, torch.Tensor):
-            positions = start_pos[:, None] + offsets
-        else:
-            positions = start_pos + offsets
-            kv_len = min(start_pos + seqlen, self.params.n_slots) if kv_len is None else kv_len
+        if seqlen > 1 and isinstance(start_pos, int) and isinstance(first_row, int):
+            segments = [Segment(first_row + i, start_pos, seqlen) for i in range(bsz)]
+            logits = self.prefill(tokens.reshape(-1), segments, only_last=only_last)
+            return logits.view(bsz, -1, logits.shape[-1])
+        context = self._batch_context(bsz, seqlen, start_pos, first_row, kv_len)
+        context.active = None if active is None else active[:, None]
+        h = self.hidden_states(tokens, context)
+        return self.output(h[:, -1:] if only_last else h).float()
 
-        # A quantized embedding gives float32, whatever `.to(dtype)` the model went through.
-        h = self.tok_embeddings(tokens).type_as(self.norm.weight)
-        step = self._step(positions, self.params.n_slots if kv_len is None else kv_len, h.dtype)
-        for layer in self.layers:
-            h = layer(h, step)
-        h = self.norm(h[:, -1:] if only_last else h)
+    def prefill(
+        self, tokens: torch.Tensor, segments: Sequence[Segment], *, only_last: bool = False
+    ) -> torch.Tensor:
+        """Read the tokens (n_tokens,) of several rows, packed one segment behind the other.
+
+        Returns float32 logits (n_tokens, vocab_size), or with `only_last` (len(segments),
+        vocab_size), of each segment's last token. Positions must fit the cache.
+        """
+        h = self.hidden_states(tokens[None], self.segment_context(segments, tokens.device))[0]
+        if only_last:
+            ends = list(itertools.accumulate(segment.length for segment in segments))
+            h = h[[end - 1 for end in ends]]
         return self.output(h).float()
 
-    def _step(self, positions: torch.Tensor, kv_len: int, dtype: torch.dtype) -> Step:
-        """positions: (bsz, seqlen)."""
+    def hidden_states(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """The final norm's output (bsz, seqlen, dim), in the model's dtype."""
+        # A quantized embedding gives float32, whatever `.to(dtype)` the model went through.
+        h = self.tok_embeddings(tokens).type_as(self.norm.weight)
+        for layer in self.layers:
+            h = layer(h, context)
+        return self.norm(h)
+
+    # Attention takes the cheapest form that equals the mask rule, `kv_cache.visible`.
+
+    def _batch_context(
+        self,
+        bsz: int,
+        seqlen: int,
+        start_pos: int | torch.Tensor,
+        first_row: int | torch.Tensor,
+        kv_len: int | None,
+    ) -> ForwardContext:
+        args, device = self.params, self.rope_freqs.device
+        positions = torch.arange(seqlen, device=device).expand(bsz, seqlen)
+        unmasked = False
+        if isinstance(start_pos, int):
+            positions, end = positions + start_pos, start_pos + seqlen
+            kv_len = min(end, args.n_slots) if kv_len is None else kv_len
+            # One new token in each row, which sees every slot that is read.
+            causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window)
+            unmasked = seqlen == 1 and kv_len == end and causal
+        else:
+            positions = positions + start_pos[:, None]
+            kv_len = args.n_slots if kv_len is None else kv_len
+        bias = None if unmasked else self._bias(positions, kv_len)[:, None]
+        rows = torch.arange(bsz, device=device)[:, None] + first_row
+        cos, sin = self._rotation(positions)
+        read_rows = slice(first_row, first_row + bsz) if isinstance(first_row, int) else rows[:, 0]
+        slots = kv_cache.slot_index(positions, args.n_slots)
+        return ForwardContext(cos, sin, rows, slots, kv_len, read_rows=read_rows, bias=bias)
+
+    def segment_context(
+        self, segments: Sequence[Segment], device: torch.device | None = None
+    ) -> ForwardContext:
+        """The context of a pass over packed segments."""
         args = self.params
+        positions = torch.cat([torch.arange(s.start_pos, s.end, device=device) for s in segments])[
+            None
+        ]
+        rows = torch.tensor([s.row for s in segments for _ in range(s.length)], device=device)[None]
+        cos, sin = self._rotation(positions)
+        slots = kv_cache.slot_index(positions, args.n_slots)
+        masks = [self._segment_mask(segment, device) for segment in segments]
+        return ForwardContext(cos, sin, rows, slots, args.n_slots, segments=segments, masks=masks)
+
+    def _segment_mask(self, segment: Segment, device: torch.device | None) -> torch.Tensor | None:
+        args, kv_len = self.params, min(segment.end, self.params.n_slots)
+        if kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window):
+            if segment.start_pos == 0:
+                return None
+            return causal_lower_right(segment.length, kv_len)
+        positions = torch.arange(segment.start_pos, segment.end, device=device)[None]
+        return self._bias(positions, kv_len)
+
+    def _bias(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
+        """The mask rule as 0 where a key is seen and -inf elsewhere, (bsz, seqlen, kv_len)."""
+        args = self.params
+        seen = kv_cache.visible(positions, args.n_slots, kv_len, args.sliding_window)
+        bias = torch.zeros(seen.shape, dtype=self.norm.weight.dtype, device=seen.device)
+        return bias.masked_fill_(~seen, float("-inf"))
+
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[..., None, None] * self.rope_freqs
-        hidden = ~kv_cache.visible(positions, args.n_slots, kv_len, args.sliding_window)[:, None]
-        shape = (len(positions), args.n_heads // args.kv_heads, *hidden.shape[2:])
-        bias = torch.zeros(shape, dtype=dtype, device=hidden.device)
-        bias.masked_fill_(hidden, float("-inf"))
-        return Step(
-            cos=angles.cos(),
-            sin=angles.sin(),
-            rows=torch.arange(len(positions), device=positions.device)[:, None],
-            slots=kv_cache.slot_of(positions, args.n_slots),
-            bias=bias.flatten(1, 2)[:, None],
-        )
+        return angles.cos(), angles.sin()
 
     def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
         # No `require`: a compiler would make constants of the numbers in its message.

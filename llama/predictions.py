@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from llama.chat import Message
-from llama.detokenizer import Detokenizer
-from llama.engine import FinishReason, Row
+from llama.chat import UNSAFE_ERROR, Message
+from llama.requests import FinishReason, Request
 
 
 class Details(TypedDict, total=False):
-    """What a prediction has beside its text."""
+    """What a prediction says besides its text."""
 
     finish_reason: FinishReason | None
+    stop_reason: int | str | None  # the stop string that ended it
     tokens: list[str]  # with logprobs=True; they join to the generated text
     logprobs: list[float]  # with logprobs=True; one for each of `tokens`
 
@@ -30,26 +30,27 @@ class ChatPrediction(Details, total=False):
 
 
 class StreamResult(TypedDict):
-    """What `stream` returns at its end, for each row."""
+    """What `stream` returns at its end, for each prompt."""
 
     finish_reasons: list[FinishReason | None]
+    stop_reasons: list[int | str | None]
     logprobs: list[list[float]] | None
 
 
-def prediction(
-    row: Row, text: Detokenizer, *, logprobs: bool = False, echo: bool = False
-) -> CompletionPrediction:
-    """What has become of a row."""
-    found: CompletionPrediction = {"generation": text.text, "finish_reason": row.finish_reason}
-    if logprobs:
-        pieces = text.pieces
-        found |= {"tokens": pieces, "logprobs": row.all_logprobs(echo)[: len(pieces)]}
+def prediction(request: Request, *, echo: bool = False) -> CompletionPrediction:
+    assert request.detokenizer is not None
+    found: CompletionPrediction = {
+        "generation": request.detokenizer.text,
+        "finish_reason": request.finish_reason,
+        "stop_reason": request.stop_reason,
+    }
+    if request.params.logprobs:
+        pieces = request.detokenizer.pieces
+        found |= {"tokens": pieces, "logprobs": request.all_logprobs(echo)[: len(pieces)]}
     return found
 
 
-def refusal(text: str, *, logprobs: bool = False) -> CompletionPrediction:
-    """An answer for which the model was not asked."""
-    found: CompletionPrediction = {"generation": text, "finish_reason": "stop"}
-    if logprobs:
-        found |= {"tokens": [], "logprobs": []}
-    return found
+def refusal(*, logprobs: bool) -> CompletionPrediction:
+    """An answer that the model was not asked for."""
+    found: CompletionPrediction = {"generation": UNSAFE_ERROR, "finish_reason": "stop"}
+    return {**found, "tokens": [], "logprobs": []} if logprobs else found

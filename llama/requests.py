@@ -1,53 +1,137 @@
-"""What a call asks for, checked: prompts as rows of a batch, with a limit for each."""
+"""A request: one prompt within bounds, how to continue it, and what becomes known of its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import index
+from typing import Literal
 
-from llama.engine import Row
-from llama.errors import checked_ids, checked_list, checked_whole, require
+import torch
+
+from llama.detokenizer import Detokenizer
+from llama.errors import require
 from llama.model import ModelArgs
+from llama.sampling import Draws, SamplingParams, reshape_logits
+
+FinishReason = Literal["stop", "length"]
+
+READ_AHEAD = 16  # tokens that a stream may be ahead of its reader
 
 
-def checked_limit(max_gen_len: int | None) -> int | None:
-    """`max_gen_len` as a number of new tokens; None: as many as there is room for."""
-    return None if max_gen_len is None else checked_whole(max_gen_len, "max_gen_len")
+@dataclass(eq=False)
+class Request:
+    """One prompt, and what becomes known of its answer."""
+
+    prompt: list[int]
+    params: SamplingParams
+    limit: int  # tokens that may be generated
+    draws: Draws | Callable[[], Draws]  # made when it is first needed
+    index: int = 0  # its row in the draws
+    stop_tokens: frozenset[int] = frozenset()  # EOS excluded
+    detokenizer: Detokenizer | None = None
+    read_ahead: int | None = None  # unread tokens at which the request pauses; None: never
+    wants_hidden_states: bool = False
+
+    tokens: list[int] = field(default_factory=list)  # without the one that ended the answer
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=lambda: [0.0])  # position 0 has none
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    n_reused: int = 0  # tokens of the prompt that the cache held already
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string; None for EOS and length
+    error: Exception | None = None
+    row: int | None = None
+    n_read: int = 0  # tokens that the reader has taken
+    paused_at: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.tokens
+
+    @property
+    def newest(self) -> int:
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    def draw(self, n_words: int) -> torch.Tensor:
+        """The random numbers of its next token, (n_words,)."""
+        if not isinstance(self.draws, Draws):
+            self.draws = self.draws()
+        return self.draws.row(len(self.tokens), self.index, n_words)
+
+    def reshape(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits (n_words,) of its next token after its penalties and its processor."""
+        if not self.params.reshapes:
+            return logits
+        return reshape_logits(self.params, self.prompt, self.tokens, logits)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def is_paused(self) -> bool:
+        return self.read_ahead is not None and len(self.tokens) - self.n_read >= self.read_ahead
+
+    @property
+    def reads_every_position(self) -> bool:
+        """Does it need a result for each token of the prompt?"""
+        return not self.tokens and (self.params.prompt_logprobs or self.wants_hidden_states)
+
+    def push(self, token: int, logprob: float | None, logits: torch.Tensor) -> None:
+        """Take in a token of the answer, its log-probability, and the logits (n_words,)."""
+        self.tokens.append(token)
+        if logprob is not None and self.params.logprobs:
+            self.logprobs.append(logprob)
+        if self.params.top_logprobs:
+            top = logits.log_softmax(-1).topk(min(self.params.top_logprobs, len(logits)))
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            self.top_logprobs.append(dict(pairs))
+        if self.detokenizer is not None:
+            self.detokenizer.push(token)
+
+    def finish(self, reason: FinishReason, stop: int | str | None = None) -> None:
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+            if self.detokenizer.stop is not None:  # perhaps only in the text that was held back
+                reason, stop = "stop", self.detokenizer.stop
+        self.stop_reason, self.finish_reason = stop, reason  # readers look at the last one
+
+    def raise_error(self) -> None:
+        """Raise what went wrong, in the caller's own thread."""
+        if self.error is not None:
+            raise self.error
+
+    def all_logprobs(self, echo: bool) -> list[float]:
+        return self.prompt_logprobs * echo + self.logprobs
 
 
-def batch_rows(
-    prompts: Sequence[Sequence[int]], max_gen_len: int | None, args: ModelArgs
-) -> list[Row]:
-    """The rows of one batch."""
-    prompts = [
-        checked_list(ids, f"prompt {i}")
-        for i, ids in enumerate(checked_list(prompts, "prompt_tokens"))
-    ]
-    require(len(prompts) > 0, "there are no prompts: pass at least one list of token ids")
+def checked_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
+    """Token ids as a list of ints; tensors and arrays are welcome."""
+    checked = [index(id) for id in ids]
+    wrong = next((id for id in checked if not 0 <= id < vocab_size), None)
     require(
-        len(prompts) <= args.max_batch_size,
-        f"{len(prompts)} prompts, and max_batch_size is {args.max_batch_size}: "
-        "pass fewer at a time, or build with a larger max_batch_size",
+        wrong is None, f"token {wrong!r:.40} of {name}: pass integers from 0 to {vocab_size - 1}"
     )
-    return [prompt_row(f"prompt {i}", ids, max_gen_len, args) for i, ids in enumerate(prompts)]
+    return checked
 
 
-def prompt_row(name: str, ids: Sequence[int], max_gen_len: int | None, args: ModelArgs) -> Row:
-    """A prompt that fits, and how many tokens may follow it."""
-    prompt = checked_ids(ids, name, args.vocab_size)
-    require(len(prompt) > 0, f"{name} is empty: it needs at least one token, such as BOS")
-    max_gen_len = checked_limit(max_gen_len)
-    if args.longest_chunk > 0:  # the ring may turn: there is no bound
-        return Row(prompt, args.max_seq_len if max_gen_len is None else max_gen_len)
-    room = args.max_seq_len - len(prompt)
+def answer_limit(name: str, n_tokens: int, max_gen_len: int | None, args: ModelArgs) -> int:
+    """How many tokens may follow a prompt of `n_tokens`, which must fit."""
+    require(n_tokens > 0, f"{name} is empty: it needs at least one token, such as BOS")
+    if args.longest_chunk > 0:  # the ring may wrap: there is no limit
+        return args.max_seq_len if max_gen_len is None else max_gen_len
+    room = args.max_seq_len - n_tokens
     require(
         room >= 0,
-        f"{name} has {len(prompt)} tokens, and max_seq_len is {args.max_seq_len}: "
+        f"{name} has {n_tokens} tokens, and max_seq_len is {args.max_seq_len}: "
         "shorten it, or build with a larger max_seq_len",
     )
     require(
         args.sliding_window is None or (max_gen_len or 0) <= room,
-        f"{name} has {len(prompt)} tokens and max_gen_len is {max_gen_len}, and a window of "
+        f"{name} has {n_tokens} tokens and max_gen_len is {max_gen_len}, and a window of "
         f"{args.sliding_window} does not slide in a max_seq_len of {args.max_seq_len}: "
         "build with a larger max_seq_len, or a smaller sliding_window",
     )
-    return Row(prompt, room if max_gen_len is None else min(max_gen_len, room))
+    return room if max_gen_len is None else min(max_gen_len, room)

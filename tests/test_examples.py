@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 import pytest
+from spawn import torchrun
 
 from llama import Llama
-from llama import cli as terminal
 
 ROOT = Path(__file__).parent.parent
 RULER = "\n==================================\n"
@@ -38,14 +37,12 @@ def run(
     )
 
 
-def started(
-    *command: str, stdout: IO[bytes] | int = subprocess.PIPE, **env: str
-) -> subprocess.Popen[bytes]:
+def started(*command: str, **env: str) -> subprocess.Popen[bytes]:
     """As `run`, in bytes and not waited for."""
     return subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.PIPE,
-        stdout=stdout,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, **ONE_THREAD, **env},
@@ -64,33 +61,26 @@ def test_the_text_example_prints_each_prompt_and_its_continuation(llama: Llama) 
     assert rest == "".join(f"{p}\n> {a['generation']}\n{RULER}\n" for p, a in pairs)
 
 
-def test_a_chat_over_a_pipe_answers_each_line_and_ends_with_the_input() -> None:
-    lines = "Tell me a story about a cat.\n\n/nonsense\n/system Be kind.\nHello!\n/reset\nHello!\n"
-    done = run(
-        "example_chat_completion.py",
-        *("--interactive", "--temperature", "0", "--max_gen_len", "40"),
-        stdin=lines,
-    )
+def test_the_chat_example_prints_each_dialog_and_its_answer(llama: Llama) -> None:
+    from example_chat_completion import STORY_DIALOGS
+
+    done = run("example_chat_completion.py", "--temperature", "0", "--max_gen_len", "10")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("/reset begins anew, /system") == 2  # at the start, and for /nonsense
-    assert done.stdout.count("Once upon a time, there was a little girl") == 1
-    assert done.stdout.count("cut short") == 1
-    assert done.stdout.count("Hello! Do you want to hear a story?") == 2
-    quit_at_once = run("example_chat_completion.py", "--interactive", stdin="/quit\nHello!\n")
-    assert quit_at_once.returncode == 0
-    assert "story" not in quit_at_once.stdout
+    for result in llama.chat_completion(STORY_DIALOGS, temperature=0, max_gen_len=10):
+        assert f"> Assistant: {result['generation']['content']}\n{RULER}" in done.stdout
 
 
-def test_a_chat_that_does_not_fit_says_so_and_goes_on() -> None:
-    done = run(
-        "example_chat_completion.py",
-        *("--interactive", "--temperature", "0", "--max_seq_len", "40"),
-        stdin="Hello! " * 40 + "\nHello!\n",
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"dialog 0 has \d+ tokens, and max_seq_len is 40", done.stdout)
-    assert "/reset begins anew." in done.stdout
-    assert "Hello! Do you want" in done.stdout
+@pytest.mark.parametrize("example", ["text", "chat"])
+def test_a_wrong_path_ends_an_example_in_one_line_and_status_1(example: str) -> None:
+    done = run(f"example_{example}_completion.py", "1e3")
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: '1e3' .*\n", done.stderr)
+
+
+def test_on_two_ranks_a_wrong_path_is_said_once() -> None:
+    done = torchrun(2, "example_text_completion.py", "--ckpt_dir", "None")
+    assert done.returncode == 1
+    assert len(re.findall(r"^error: 'None' ", done.stderr, re.MULTILINE)) == 1
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
@@ -114,18 +104,6 @@ def test_an_example_whose_reader_has_gone_ends_in_silence() -> None:
     assert process.wait(timeout=120) == 141
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is full")
-@pytest.mark.parametrize(
-    "command", [["-m", "llama", "memory", "llama-2-7b"], ["example_text_completion.py"]]
-)
-def test_output_to_a_full_disk_is_one_message(command: list[str]) -> None:
-    with open("/dev/full", "wb") as full:
-        process = started(*command, stdout=full)
-        _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert re.fullmatch(rb"error: the output cannot be written: No space left.*\n", stderr)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's Ctrl-C is no signal there")
 def test_ctrl_c_ends_an_example_in_silence() -> None:
     process = started("example_text_completion.py", "--max_batch_size", "1", PYTHONUNBUFFERED="1")
@@ -133,18 +111,6 @@ def test_ctrl_c_ends_an_example_in_silence() -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"")
-
-
-def test_input_that_is_no_text_gets_a_substitute() -> None:
-    code = (
-        "import sys, example_chat_completion as e, llama.cli as t\n"
-        "sys.argv = ['example', '--interactive', '--temperature', '0', '--max_gen_len', '3']\n"
-        "t.run(e.main)"
-    )
-    process = started("-c", code)
-    stdout, stderr = process.communicate(b"caf\xe9\n", timeout=120)
-    assert process.returncode == 0, stderr
-    assert b"half of a character" not in stdout
 
 
 def test_an_example_runs_where_the_output_is_no_terminal_at_all() -> None:
@@ -156,45 +122,6 @@ def test_an_example_runs_where_the_output_is_no_terminal_at_all() -> None:
     )
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_command_runs_without_any_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a program without a console does on Windows, and one whose streams a shell has closed."""
-    called = []
-
-    def command(x: int) -> None:
-        print("nowhere", x)
-        with pytest.raises(EOFError):
-            input("> ")
-        called.append(x)
-
-    for arguments in (["go", "--x", "5"], []):  # without any, the help is shown
-        monkeypatch.setattr(sys, "argv", ["command", *arguments])
-        for name in ("stdin", "stdout", "stderr"):
-            monkeypatch.setattr(sys, name, None)
-        terminal.run({"go": command})
-        for name in ("stdin", "stdout", "stderr"):
-            getattr(sys, name).close()
-    assert called == [5]
-
-
-def test_an_unknown_option_is_refused_before_the_command_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After minutes of loading and writing, it would be late to hear of it."""
-
-    def command(x: int = 1) -> None:
-        raise AssertionError(f"called with {x}")
-
-    for commands, words, unknown in (
-        (command, ["--wrong", "5"], "--wrong"),
-        ({"go": command}, ["go", "1", "more"], "more"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["command", *words])
-        with pytest.raises(SystemExit) as refused:
-            terminal.run(commands)
-        assert refused.value.code == 2
-        assert f"Could not consume arg: {unknown}" in capsys.readouterr().err
 
 
 def test_a_command_pasted_as_one_line_is_told_of_its_backslash() -> None:

@@ -1,20 +1,34 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from llama import Llama, LlamaError
 from llama.generation import STORIES
-from llama.kv_cache import format_bytes
-from llama.memory import ARCHITECTURES, memory, parse_bytes
+from llama.memory import (
+    ARCHITECTURES,
+    Plan,
+    architecture,
+    fitting_context,
+    memory,
+    parse_bytes,
+)
+from llama.sizes import format_bytes
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """What was printed: the words before two spaces -> the rest of the line."""
     printed = capsys.readouterr().out.splitlines()
     return {label: rest.strip() for label, _, rest in (line.partition("  ") for line in printed)}
+
+
+def plan_of(model: str, max_seq_len: int, max_batch_size: int) -> Plan:
+    args = architecture(model)[0]
+    return Plan(replace(args, max_seq_len=max_seq_len, max_batch_size=max_batch_size))
 
 
 def test_the_table_of_a_named_model_holds_weights_token_sequence_and_all(capsys) -> None:
@@ -24,7 +38,8 @@ def test_the_table_of_a_named_model_holds_weights_token_sequence_and_all(capsys)
     assert table["cache per token, float16"] == "524.29 kB (512.00 KiB)"
     assert table["cache per sequence, 2048 slots"] == "1.07 GB (1.00 GiB)"
     assert table["cache, batch of 8"] == "8.59 GB (8.00 GiB)"
-    assert table["weights and cache"] == "22.07 GB (20.55 GiB)"
+    sizes = [13_476_839_424, 8 * 2**30, plan_of("llama-2-7b", 2048, 8).activation_bytes]
+    assert table["in all"] == format_bytes(sum(sizes))
 
 
 def test_with_several_ranks_the_table_has_a_column_for_each_of_them(capsys) -> None:
@@ -42,23 +57,45 @@ def test_a_quantised_cache_and_a_window_take_less(capsys) -> None:
     assert "cache per sequence, 4607 slots" in table
 
 
-def test_a_budget_tells_the_longest_context_and_the_largest_batch(capsys) -> None:
-    memory("llama-2-7b", max_seq_len=2048, max_batch_size=4, budget="24GiB")
-    table = lines(capsys)
-    assert table["left for the cache"] == "12.29 GB (11.45 GiB)"
-    assert table["longest context, batch of 4"] == "5861 tokens"
-    assert table["largest batch, 2048 slots each"] == "11 rows"
+def test_what_fits_is_the_budget_less_the_weights_and_the_activations(capsys) -> None:
+    memory("llama-2-7b", max_seq_len=2048, max_batch_size=8, budget="24GiB")
+    table, plan = lines(capsys), plan_of("llama-2-7b", 2048, 8)
+    left = 24 * 2**30 - plan.weights_bytes - plan.activation_bytes
+    assert table["left for the cache"] == format_bytes(left)
+    assert table["longest context, batch of 8"] == f"{left // 8 // 2**19} tokens"
+    assert table["largest batch, 2048 slots each"] == f"{left // 2**30} rows"
 
 
-def test_with_a_window_that_fits_the_context_has_no_end(capsys) -> None:
-    memory("mistral-7b", budget="24GiB")
-    assert lines(capsys)["longest context, batch of 1"].startswith("without end")
+def test_no_context_beyond_the_models_own_is_promised(capsys) -> None:
+    memory("llama-2-7b", budget="24GiB")
+    assert lines(capsys)["longest context, batch of 1"] == "4096 tokens, the model's own"
+
+
+def test_with_a_window_that_fits_the_context_is_unlimited(capsys) -> None:
+    memory("mistral-7b", budget="24G")
+    assert lines(capsys)["longest context, batch of 1"].startswith("unlimited")
 
 
 def test_a_budget_below_the_weights_is_refused_with_what_is_missing() -> None:
-    missing = r"10.00 GB \(9.31 GiB\) is 3.48 GB \(3.24 GiB\) less than the weights"
-    with pytest.raises(LlamaError, match=missing):
+    with pytest.raises(LlamaError, match=r"10.00 GB \(9.31 GiB\) is 3.\d+ GB .* less than the"):
         memory("llama-2-7b", budget="10GB")
+
+
+def test_the_context_of_a_command_is_the_models_own_if_it_fits(monkeypatch) -> None:
+    own = fitting_context(STORIES, 1)
+    assert own == 4096  # the shipped params.json names none
+    args = replace(architecture(str(STORIES))[0], max_batch_size=2)
+    plan = Plan(args, torch.float32, torch.float32)
+    fixed = plan.weights_bytes + plan.activation_bytes
+    for room in (2 * plan.cache_bytes, plan.cache_bytes // 4):
+        free = fixed + room
+        monkeypatch.setattr("llama.memory.available_bytes", lambda _, free=free: free)
+        length = fitting_context(STORIES, 2)
+        assert 512 <= length <= 4096
+        assert (length == 4096) == (room > plan.cache_bytes)
+        assert fixed + length * 2 * plan.token_bytes <= free
+    monkeypatch.setenv("WORLD_SIZE", "2")  # nothing is measured, which ranks could differ in
+    assert fitting_context(STORIES, 2) == 4096
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
@@ -77,7 +114,8 @@ def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
         ({"max_batch_size": 0}, "max_batch_size 0"),
         ({"max_seq_len": -1}, "max_seq_len -1"),
         ({"model_parallel_size": 0}, "model_parallel_size 0"),
-        ({"budget": "24 Gigs"}, "'24 Gigs' is no size"),
+        ({"budget": "24 Gigs"}, "'24 Gigs' is not a size"),
+        ({"budget": "24"}, "'24' is not a size: write a number and a unit"),
     ],
 )
 def test_an_option_without_meaning_is_refused(options, message) -> None:
@@ -87,7 +125,7 @@ def test_an_option_without_meaning_is_refused(options, message) -> None:
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), (7, 7), ("7B", 7), ("1.001kB", 1001)],
+    [("24GiB", 24 * 2**30), ("24G", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("1.001kB", 1001)],
 )
 def test_a_size_is_read_with_any_unit(text, n_bytes) -> None:
     assert parse_bytes(text) == n_bytes
@@ -123,5 +161,3 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     for plot in (str(tmp_path / "nowhere" / "x.png"), str(tmp_path / "x.xyz")):
         with pytest.raises(LlamaError, match="cannot be written"):
             memory("llama-2-7b", plot=plot)
-    with pytest.raises(LlamaError, match="plot True is a bool"):
-        memory("llama-2-7b", plot=True)

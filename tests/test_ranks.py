@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from functools import cache
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from conftest import ATOL, GOLDEN
 from rank_answers import answers, many
-from spawn import ROOT, Run, run, torchrun
+from spawn import Run, torchrun
 
 from llama import Llama
 from llama.generation import STORIES
@@ -115,22 +114,6 @@ def test_copies_of_the_model_that_are_given_different_prompts_say_so(on_ranks: O
 def test_copies_must_have_equally_many_ranks(on_ranks: OnRanks) -> None:
     for found in on_ranks(4):
         assert found["no divisor"].startswith("model_parallel_size 3 does not divide the 4 proc")
-
-
-def test_a_chat_is_read_on_rank_0_and_ends_with_its_input_on_all() -> None:
-    script, options = "example_chat_completion.py", ["--interactive", "--temperature", "0"]
-    options += ["--max_gen_len", "12"]
-    lines = "Tell me a story about a dog.\nHello!\nTell me a story about a bird.\n"
-    alone = run([sys.executable, ROOT / script, *options], stdin=lines)
-    two = torchrun(2, script, *options, stdin=lines)
-    assert two.returncode == 0, two.stderr
-    assert two.left == []
-    assert "a little girl" in two.stdout
-    assert without_time(two.stdout) == without_time(alone.stdout)
-
-
-def without_time(stdout: str) -> str:
-    return re.sub(r"^Loaded in .* seconds\n", "", stdout)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,246 @@
+"""A session: a model, its tokenizer, an engine, and what every call needs of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from fairscale.nn.model_parallel.initialize import get_model_parallel_group
+from tqdm import tqdm
+from typing_extensions import Self
+
+from llama.chat import ChatFormat, Llama2Format
+from llama.detokenizer import Detokenizer
+from llama.engine import Engine
+from llama.errors import LlamaError, require
+from llama.model import Transformer
+from llama.parallel import groups, ranks
+from llama.prefix_cache import CachedRow
+from llama.requests import READ_AHEAD, Request, answer_limit, checked_ids
+from llama.sampling import Draws, SamplingParams, derived_seed, make_generator
+from llama.sizes import usage
+from llama.tokenizer import BaseTokenizer
+
+_CLOSED = "this instance is closed: build another"
+
+
+class Session:
+    """An open model: its lifetime, its cache, and requests within bounds."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: BaseTokenizer, *, seed: int = 1, replica: int = 0
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.chat_format: ChatFormat = Llama2Format(tokenizer)
+        self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=tokenizer.eos_ids)
+        self._runtime: groups.Runtime | None = None
+        self._check_ranks = False
+        self._process = os.getpid()
+        self._seed, self._replica = seed, replica
+        self._generator = make_generator(self._device, seed, replica)
+
+    def attach(self, runtime: groups.Runtime, *, check_ranks: bool) -> None:
+        """Take over the process groups of a runtime, until `close`."""
+        self._runtime, self._check_ranks = runtime, check_ranks
+        if runtime.model_parallel_size > 1:
+            group = get_model_parallel_group()
+            self.engine.broadcast = partial(ranks.broadcast_tokens, group=group)
+
+    @property
+    def rank(self) -> int:
+        """This process among all that were started; 0 is the one that prints."""
+        return 0 if self._runtime is None else self._runtime.rank
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the weights, the cache, and the groups that `build` made. May be called twice.
+
+        Requests that are still running end, each with an error in its own caller.
+        """
+        if self.model is None:
+            return
+        with self.engine.exclusive():
+            self.engine.shut_down(LlamaError(_CLOSED))
+            self.model = None  # type: ignore[assignment]  # whoever needs it calls _require_usable
+            if self._runtime is not None:
+                groups.teardown(self._runtime)
+
+    # The cache, between two steps.
+
+    def reset(self) -> None:
+        """Zero the cache and forget what it held.
+
+        Needed after writes to the weights or the cache that torch does not count: through `.data`
+        or a NumPy view.
+        """
+        with self._exclusive() as engine:
+            engine.preempt(engine.running.values())
+            engine.cache.clear()
+
+    def cache(self, row: int = 0) -> CachedRow:
+        """What a row of the cache holds: tokens, and keys and values of each layer."""
+        with self._exclusive() as engine:
+            return engine.cache.read_row(row)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: of the weights, of the cache, and of what is used of the cache."""
+        with self._exclusive() as engine:
+            return usage(self.model, engine.cache.held_tokens)
+
+    def save_cache(self, path: str | Path) -> None:
+        """Write what the cache holds to a safetensors file, for `load_cache`."""
+        with self._exclusive() as engine:
+            engine.cache.save(path)
+
+    def load_cache(self, path: str | Path) -> None:
+        """Read what `save_cache` wrote for the same model, so that prompts re-use it."""
+        with self._exclusive() as engine:
+            engine.cache.load(path)
+
+    # Requests.
+
+    def _requests(
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        streams: bool = False,
+        is_text: bool = False,
+        echo: bool = False,
+    ) -> list[Request]:
+        """A request for each of the named prompts, all within bounds."""
+        self._require_usable()
+        require(len(prompts) > 0, "there are no prompts: pass at least one")
+        n, args, n_words = len(prompts), self.model.params, self.tokenizer.n_words
+        stop_tokens = frozenset(checked_ids(params.stop_tokens, "stop_tokens", args.vocab_size))
+        checked_ids(params.logit_bias, "logit_bias", n_words)
+        draws = self._draws(n, params.seed, seeds)
+        # Under several ranks all do the same: none may run ahead of another's reader.
+        read_ahead = READ_AHEAD if streams and self._ranks == 1 else None
+        requests = []
+        for i, (name, prompt) in enumerate(prompts.items()):
+            ids = checked_ids(prompt, name, args.vocab_size)
+            text = (
+                Detokenizer(self.tokenizer, params.stop, ids if echo else ()) if is_text else None
+            )
+            requests.append(
+                Request(
+                    ids,
+                    params,
+                    limit=answer_limit(name, len(ids), params.max_gen_len, args),
+                    draws=draws[i],
+                    index=i if seeds is None and n <= args.max_batch_size else 0,
+                    stop_tokens=stop_tokens,
+                    detokenizer=text,
+                    read_ahead=read_ahead,
+                )
+            )
+        return requests
+
+    def _draws(
+        self, n: int, seed: int | None, seeds: Sequence[int] | None
+    ) -> Sequence[Draws | Callable[[], Draws]]:
+        """Where the random numbers of each of n prompts come from."""
+        if seeds is not None:
+            require(
+                len(seeds) == n, f"seed has {len(seeds)} numbers for {n} prompts: pass one each"
+            )
+            return [Draws(self._seeded(own)) for own in seeds]
+        if self._generator.device != self._device:  # the caller has moved the model
+            self._generator = self._seeded(self._seed)
+        generator = self._generator if seed is None else self._seeded(seed)
+        if n <= self.model.params.max_batch_size:
+            return [Draws(generator, n)] * n
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device=generator.device, generator=generator))
+        return [partial(self._own_draws, derived_seed(seed, i)) for i in range(n)]
+
+    def _own_draws(self, seed: int) -> Draws:
+        return Draws(self._seeded(seed))
+
+    def _seeded(self, seed: int) -> torch.Generator:
+        return make_generator(self._device, seed, self._replica)
+
+    @contextmanager
+    def _serving(self, requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+        """Run the body with `requests` in the engine; whatever ends it ends them.
+
+        Yields what shows the progress, on a terminal and if there are more requests than rows.
+        """
+        self._require_usable()
+        few = len(requests) <= self.model.params.max_batch_size or self.rank != 0
+        with (
+            ranks.waiting(self._runtime),
+            tqdm(total=len(requests), unit="prompt", disable=True if few else None) as bar,
+        ):
+
+            def show_progress() -> None:
+                if not bar.disable:
+                    bar.update(sum(request.is_finished for request in requests) - bar.n)
+
+            if self._ranks > 1:
+                self._compare_ranks(requests)
+            self.engine.add(requests)
+            try:
+                yield show_progress
+                for request in requests:
+                    request.raise_error()
+            finally:
+                self.engine.cancel(requests)
+
+    def _compare_ranks(self, requests: Sequence[Request]) -> None:
+        """Refuse a call that other ranks make otherwise; re-use only what every rank holds."""
+        with self._exclusive() as engine:
+            require(
+                not engine.running and not engine.waiting,
+                "a stream of this instance is still open: exhaust it, or close() it",
+            )
+            engine.cache.invalidate_on_external_write()
+            if self._check_ranks:
+                call = {"prompts": [r.prompt for r in requests], "params": requests[0].params}
+                group, n_slots = get_model_parallel_group(), self.model.params.n_slots
+                held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
+                for row, length in enumerate(held):
+                    engine.cache.truncate(row, length)
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        with self._serving(requests) as show_progress:
+            while not all(request.is_finished for request in requests):
+                self.engine.advance()
+                show_progress()
+
+    # What a call needs.
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[Engine]:
+        self._require_usable()
+        with self.engine.exclusive():
+            self._require_usable()
+            yield self.engine
+
+    def _require_usable(self) -> None:
+        require(self.model is not None, _CLOSED)
+        require(
+            self._process == os.getpid(),
+            "this process was forked from the one that built this instance, and torch's threads do "
+            "not survive that: start it with the method 'spawn'",
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        self._require_usable()
+        return self.model.rope_freqs.device
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self._runtime is None else self._runtime.model_parallel_size
