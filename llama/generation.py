@@ -27,8 +27,7 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     Message,
     Role,
 )
-from llama.checkpoints.load import load_model, load_tokenizer
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import load_model, load_tokenizer, open_checkpoint
 from llama.compile import compile_step
 from llama.engine import Request
 from llama.errors import checked_path, require

@@ -14,7 +14,7 @@ from fairscale.nn.model_parallel.initialize import get_model_parallel_group
 from tqdm import tqdm
 from typing_extensions import Self
 
-from llama.chat import ChatFormat
+from llama.chat import ChatFormat, Llama2Format
 from llama.detokenizer import Detokenizer
 from llama.engine import Engine
 from llama.errors import LlamaError, require
@@ -24,7 +24,7 @@ from llama.prefix_cache import CachedRow
 from llama.requests import READ_AHEAD, Request, answer_limit, checked_ids
 from llama.sampling import Draws, SamplingParams, derived_seed, make_generator
 from llama.sizes import usage
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import BaseTokenizer
 
 _CLOSED = "this instance is closed: build another"
 
@@ -33,11 +33,11 @@ class Session:
     """An open model: its lifetime, its cache, and requests within bounds."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1, replica: int = 0
+        self, model: Transformer, tokenizer: BaseTokenizer, *, seed: int = 1, replica: int = 0
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.chat_format = ChatFormat(tokenizer)
-        self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=[tokenizer.eos_id])
+        self.chat_format: ChatFormat = Llama2Format(tokenizer)
+        self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=tokenizer.eos_ids)
         self._runtime: groups.Runtime | None = None
         self._check_ranks = False
         self._process = os.getpid()
