@@ -124,7 +124,9 @@ class Session:
         self._require_usable()
         require(len(prompts) > 0, "there are no prompts: pass at least one")
         args, limit = self.model.params, params.max_gen_len
-        stop_tokens = frozenset(checked_ids(params.stop_tokens, "stop_tokens", args.vocab_size))
+        if echo and params.logprobs:
+            params = replace(params, prompt_logprobs=True)
+        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", args.vocab_size))
         checked_ids(params.logit_bias, "logit_bias", self.tokenizer.n_words)
         ids = [checked_ids(prompt, name, args.vocab_size) for name, prompt in prompts.items()]
         limits = [answer_limit(n, len(i), limit, args) for n, i in zip(prompts, ids, strict=True)]
@@ -138,7 +140,7 @@ class Session:
                 limits[i],
                 draws,
                 index=i if shared else 0,
-                stop_tokens=stop_tokens,
+                stop_tokens=stop,
                 detokenizer=self._detokenizer(params, ids[i] if echo else ()) if is_text else None,
                 read_ahead=read_ahead,
             )
@@ -154,7 +156,7 @@ class Session:
         return request
 
     def _detokenizer(self, params: SamplingParams, echoed: Sequence[int]) -> Detokenizer:
-        return Detokenizer(self.tokenizer, params.stop, echoed)
+        return Detokenizer(self.tokenizer, params.stop or (), echoed)
 
     def _draws(
         self, n: int, seed: int | None, seeds: Sequence[int] | None
