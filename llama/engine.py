@@ -18,7 +18,8 @@ from itertools import islice
 import torch
 
 from llama.errors import LlamaError
-from llama.model import PREFILL_TOKENS, ModelArgs, Segment, Transformer
+from llama.kv_cache import Segment
+from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request
 from llama.sampling import NOT_FINITE, sample, token_logprobs

@@ -200,7 +200,7 @@ def sample(
     `waits`: (bsz, n) exponential waiting times; None if every temperature is 0. An unusable row
     is reported in the result, so that reading the tokens is the only host sync of a step.
     """
-    finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()  # NaN propagates to both
+    finite = logits.amax(-1).isfinite()  # NaN propagates; -inf only rules a token out
     tokens = logits.argmax(-1)
     if waits is not None:
         # With the largest logit moved to 0, no temperature overflows; below 1e-30, where the
