@@ -48,7 +48,7 @@ def run(command: Command | dict[str, Command], name: str | None = None) -> None:
         sys.stdout.flush()
     except LlamaError as error:
         if int(os.environ.get("RANK", 0)):
-            time.sleep(2)  # if rank 0 made the same mistake, the launcher ends this rank meanwhile
+            time.sleep(10)  # if rank 0 made the same mistake, the launcher ends this rank meanwhile
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)  # as after SIGINT

@@ -1,14 +1,15 @@
-"""Where a model computes: device, dtype, free memory."""
+"""Device, dtype and free memory."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from llama.errors import LlamaError, require, shown
+from llama.errors import LlamaError, require
 
 DTYPES = {
     "float32": torch.float32,
@@ -21,59 +22,60 @@ DTYPES = {
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """`dtype`, or what `device` is good at. The same on every CPU, so that answers are too."""
+    """`dtype`, or the default of `device`, which is the same on every CPU."""
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.float16
     known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(known, torch.dtype) or known not in DTYPES.values():
-        raise LlamaError(f"dtype {shown(dtype)} is unknown: pass one of {', '.join(DTYPES)}")
-    return known
+    if known not in DTYPES.values():
+        raise LlamaError(f"dtype {dtype!r:.80} is unknown: pass one of {', '.join(DTYPES)}")
+    return cast(torch.dtype, known)
 
 
 def resolve_device(device: str | torch.device | None, *, alone: bool = True) -> torch.device:
-    """`device`, or the best that is here; `cuda` is the one that LOCAL_RANK counts to.
+    """`device`, or the best one available. `cuda` means number LOCAL_RANK.
 
-    `alone`: whether this is the only rank. MPS tensors cannot be sent to another one.
+    `alone`: this process is the only rank. Gloo cannot send MPS tensors.
     """
     if device is None:
         mps = alone and torch.backends.mps.is_available()
         device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise LlamaError(
-            f"device {shown(device)} is unknown: pass 'cpu', 'mps', 'cuda' or 'cuda:N'"
-        ) from error
+    except RuntimeError:
+        found = torch.device("meta")  # an unknown name
     require(
         found.type in ("cpu", "cuda", "mps"),
-        f"device {str(device)!r} is not supported: pass 'cpu', 'mps', 'cuda' or 'cuda:N'",
+        f"device {device!r:.80} is not supported: pass 'cpu', 'mps', 'cuda' or 'cuda:N'",
     )
     if found.type == "cuda":
         return _cuda_device(found)
     if found.type == "mps":
-        require(torch.backends.mps.is_available(), "device 'mps' is not available here: pass 'cpu'")
-        require(alone, "device 'mps' serves one process alone: pass 'cpu' to use several")
+        require(torch.backends.mps.is_available(), "device 'mps' is not available: pass 'cpu'")
+        require(alone, "device 'mps' serves a single process: pass 'cpu' to use several")
     return torch.device(found.type)
 
 
 def _cuda_device(device: torch.device) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    require(count > 0, f"device '{device}' is not available: torch finds no GPU: pass 'cpu'")
     index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
     require(
         index < count,
-        f"device 'cuda:{index}', and this machine has {count}: start at most {count} processes "
-        "on it, or pass device='cpu'",
+        f"device 'cuda:{index}' is not available, torch finds {count} GPUs: pass device='cpu', or "
+        "start at most one process for each GPU",
     )
     return torch.device("cuda", index)
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on `device`; None where nobody tells."""
+    """Bytes that can still be allocated on `device`; None if the system does not say.
+
+    On a GPU this includes what torch's allocator has reserved and not allocated.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     try:
         available = 1024 * _number("MemAvailable:", Path("/proc/meminfo"))
     except OSError:
@@ -85,7 +87,7 @@ def available_bytes(device: torch.device) -> int | None:
     return max(0, available)
 
 
-# How much Linux lets a container use, and what it does use: control groups, version 2 and 1.
+# A Linux container's memory limit and usage: control groups, version 2 and 1.
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUPS = [
     ("memory.max", "memory.stat", "anon"),
@@ -94,6 +96,6 @@ _CGROUPS = [
 
 
 def _number(word: str, file: Path) -> int:
-    """The number that follows `word` in a file of Linux's."""
+    """The number after `word` in a file of /proc or /sys."""
     lines = (line.split() for line in file.read_text().splitlines())
     return next(int(line[1]) for line in lines if line[0] == word)

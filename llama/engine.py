@@ -18,12 +18,11 @@ from itertools import islice
 import torch
 
 from llama.errors import LlamaError
-from llama.model import ModelArgs, Segment, Transformer
+from llama.model import PREFILL_TOKENS, ModelArgs, Segment, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request
 from llama.sampling import NOT_FINITE, sample, token_logprobs
 
-PREFILL_TOKENS = 2048  # of one pass while no answer waits for it: bounds activations
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
 LOGITS_PER_PASS = 2**24  # numbers, 64 MB, where a pass returns the logits of all tokens

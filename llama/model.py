@@ -23,6 +23,8 @@ from llama import kv_cache
 from llama.errors import LlamaError, require
 from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
+PREFILL_TOKENS = 2048  # of one pass, if prefill_chunk is not set: bounds activations
+
 
 @dataclass
 class ModelArgs:

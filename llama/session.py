@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from fairscale.nn.model_parallel.initialize import get_model_parallel_group
 from tqdm import tqdm
 from typing_extensions import Self
 
@@ -46,7 +47,8 @@ class Session:
         """Take over the process groups of a runtime, until `close`."""
         self._runtime, self._check_ranks = runtime, check_ranks
         if runtime.model_parallel_size > 1:
-            self.engine.broadcast = ranks.broadcast_tokens
+            group = get_model_parallel_group()
+            self.engine.broadcast = partial(ranks.broadcast_tokens, group=group)
 
     @property
     def rank(self) -> int:
@@ -206,9 +208,8 @@ class Session:
             engine.cache.invalidate_on_external_write()
             if self._check_ranks:
                 call = {"prompts": [r.prompt for r in requests], "params": requests[0].params}
-                held = ranks.compare_call(
-                    call | {"limits": [r.limit for r in requests]}, engine.cache.rows
-                )
+                group, n_slots = get_model_parallel_group(), self.model.params.n_slots
+                held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
                 for row, length in enumerate(held):
                     engine.cache.truncate(row, length)
 

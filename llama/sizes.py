@@ -11,7 +11,7 @@ from llama import quantize as quant
 from llama.device import available_bytes
 from llama.errors import require
 from llama.kv_cache import SCALE_DTYPE
-from llama.model import ModelArgs, Transformer
+from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
 from llama.parameters import OUTPUT, parameters, require_split
 
 DECIMAL_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
@@ -48,6 +48,18 @@ def cache_bytes(args: ModelArgs, dtype: torch.dtype, ranks: int = 1) -> int:
 def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one head's key, or value, at one position; int8 adds a scale."""
     return head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype == torch.int8 else 0)
+
+
+def activation_bytes(args: ModelArgs, dtype: torch.dtype, ranks: int = 1) -> int:
+    """An upper bound of what one pass allocates: hidden states, queries, keys, gates, logits."""
+    tokens = min(args.prefill_chunk or PREFILL_TOKENS, args.n_slots * args.max_batch_size)
+    heads = (args.n_heads + 2 * args.kv_heads) * args.head_dim // ranks
+    # The feed-forward layer has three of its width at once; attention its heads, rotated in
+    # float32, and its output.
+    attention = heads * (2 * dtype.itemsize + 8)
+    feed_forward = 3 * args.ffn_dim // ranks * dtype.itemsize
+    logits = args.vocab_size * args.max_batch_size * 4 * 4  # and what sampling makes of them
+    return tokens * (3 * args.dim * dtype.itemsize + max(attention, feed_forward)) + logits
 
 
 def usage(model: Transformer, held_tokens: int) -> dict[str, int]:
@@ -91,12 +103,14 @@ def require_room(
         available = int(least) // (min(ranks, on_this_host) if device.type == "cpu" else 1)
     weights = weights_bytes(args, dtype=dtype, ranks=ranks, tied=tied, quantize=quantize)
     cache = cache_bytes(args, cache_dtype or dtype, ranks)
+    activations = activation_bytes(args, dtype, ranks)
     require(
-        weights + cache <= available,
-        f"the weights need {format_bytes(weights)} and the cache {format_bytes(cache)} on each of "
-        f"{ranks} ranks, and {device} has {format_bytes(available)} for each: lower max_seq_len "
-        f"({args.max_seq_len}) or max_batch_size ({args.max_batch_size}), or choose a smaller "
-        f"dtype than {str(dtype).removeprefix('torch.')}, or quantize",
+        weights + cache + activations <= available,
+        f"the weights need {format_bytes(weights)}, the cache {format_bytes(cache)} and a pass "
+        f"{format_bytes(activations)} on each of {ranks} ranks, and {device} has "
+        f"{format_bytes(available)} for each: lower max_seq_len ({args.max_seq_len}), "
+        f"max_batch_size ({args.max_batch_size}) or prefill_chunk, choose a smaller dtype than "
+        f"{str(dtype).removeprefix('torch.')}, or quantize",
     )
 
 

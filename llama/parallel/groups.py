@@ -1,7 +1,7 @@
-"""Device, dtype and process group: set-up and teardown.
+"""Set-up and teardown of the process groups.
 
-Groups live as long as the process or the last runtime that uses them, and belong to whoever made
-them: what the caller made is used and left alone, what is made here is counted and released.
+Groups that the caller made are used and left alone. Groups that are made here are released with
+the last runtime that uses them, or when the process ends.
 """
 
 from __future__ import annotations
@@ -13,39 +13,35 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
 
 from llama.device import resolve_device, resolve_dtype
-from llama.errors import LlamaError, checked_whole, real, require, shown
+from llama.errors import LlamaError, require
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher sets
-SAME = "start every rank with the same checkpoint, arguments and prompts"
-CONNECT_S = 60  # ranks of one launch start within seconds; nobody needs longer to answer a call
+CONNECT_S = 60  # the ranks of one launch start within seconds, however long a call may take
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """Where this rank computes, and its place among the others."""
+    """This rank's device and its position in the process groups."""
 
     device: torch.device
     dtype: torch.dtype
     rank: int  # of all ranks
     world_size: int
-    model_parallel_rank: int  # among the ranks that share one copy of the model
+    model_parallel_rank: int  # within tensor parallelism: one copy of the model
     model_parallel_size: int
-    replica: int  # which copy of the model it shares
+    replica: int  # within data parallelism: which copy of the model
     replicas: int
     timeout_s: float
-    store: dist.Store | None  # where ranks can leave word, if the world was made here
 
 
 def setup(
@@ -56,46 +52,38 @@ def setup(
     timeout_s: float = 600,
     arguments: Mapping[str, Any] | None = None,
 ) -> Runtime:
-    """Find this rank's device and dtype, and make the groups that the caller has not made.
+    """Choose this rank's device and dtype, and make the groups that do not exist yet.
 
     Args:
-        device: None: CUDA if there is any, else MPS for a process alone, else the CPU.
+        device: None: CUDA if available, else MPS for a single process, else the CPU.
         dtype: None: float16 on CUDA and MPS, float32 on a CPU.
-        model_parallel_size: ranks that share one copy of the model; None: all there are.
-        timeout_s: how long a rank waits for another one.
-        arguments: whatever else must be the same on every rank.
+        model_parallel_size: ranks that share one copy of the model; None: all ranks.
+        timeout_s: how long a rank waits for another one, in seconds.
+        arguments: further arguments that must be equal on all ranks.
 
     Raises:
-        LlamaError: with the value, the limit and the remedy.
+        LlamaError: an argument is invalid or differs between ranks, or a rank is missing.
     """
     require(
-        0 < real(timeout_s) <= 10**9,
-        f"timeout_s {shown(timeout_s)}: it must be a number of seconds above 0, at most 10**9",
+        0 < timeout_s <= 10**9,
+        f"timeout_s is {timeout_s!r:.80}: pass seconds, more than 0 and at most 10**9",
     )
-    if model_parallel_size is not None:
-        model_parallel_size = checked_whole(model_parallel_size, "model_parallel_size", 1)
+    shared = {"model_parallel_size": model_parallel_size, "timeout_s": timeout_s}
     with _lock:
-        launch = None if dist.is_initialized() else _launch()
-        world_size = dist.get_world_size() if launch is None else launch.world_size
+        exists = dist.is_initialized()
+        world_size = dist.get_world_size() if exists else int(os.environ.get("WORLD_SIZE", 1))
         device = resolve_device(device, alone=world_size == 1)
         dtype = resolve_dtype(dtype, device)
         if device.type == "cuda" and world_size > 1:
-            torch.cuda.set_device(device)  # as the original does; NCCL's calls look there too
+            torch.cuda.set_device(device)  # collectives of NCCL use the current device
         try:
-            if launch is not None:
-                _made.start_world(launch, device, timeout_s)
-            check_same(
-                {
-                    "model_parallel_size": model_parallel_size,
-                    "dtype": dtype,
-                    "timeout_s": timeout_s,
-                    **(arguments or {}),
-                }
-            )
-            _made.start_groups(model_parallel_size, device, timeout_s)
+            if not exists:
+                _owned.start_world(world_size, device, timeout_s)
+            check_same({**shared, "dtype": dtype, **(arguments or {})})
+            _owned.start_groups(model_parallel_size, timeout_s)
         except BaseException:
             if not _users:
-                _made.release()
+                _owned.release()
             raise
         runtime = Runtime(
             device=device,
@@ -107,293 +95,205 @@ def setup(
             replica=groups.get_data_parallel_rank(),
             replicas=groups.get_data_parallel_world_size(),
             timeout_s=timeout_s,
-            store=_made.store,
         )
         _users.add(runtime)
         return runtime
 
 
 def teardown(runtime: Runtime) -> None:
-    """Give up `runtime`; with the last one go the groups that were made here."""
+    """Give up `runtime`; the last one releases the groups that were made here."""
+    if _owned.process != os.getpid():
+        return  # a forked child: the lock may be held for ever, and the groups are the parent's
     with _lock:
         _users.discard(runtime)
         if not _users:
-            _made.release()
+            _owned.release()
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a launcher's environment says; `address` is None for a process alone."""
-
-    rank: int = 0
-    world_size: int = 1
-    address: str | None = None
-
-
-def _launch() -> Launch:
-    found = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
-    if not found:
-        return Launch()
-    missing = [name for name in LAUNCHER if name not in found]
-    remedy = f"start with torchrun, or unset {', '.join(found)} to run as one process"
-    require(not missing, f"{', '.join(found)} set without {', '.join(missing)}: {remedy}")
-    try:
-        rank, world_size = int(found["RANK"]), int(found["WORLD_SIZE"])
-        int(found["MASTER_PORT"])
-    except ValueError as error:
-        raise LlamaError(f"{found} are not the numbers of a launch: {remedy}") from error
-    require(0 <= rank < world_size, f"RANK={rank} with WORLD_SIZE={world_size}: {remedy}")
-    if world_size == 1:
-        return Launch()
-    return Launch(rank, world_size, f"{found['MASTER_ADDR']}:{found['MASTER_PORT']}")
-
-
-class _Made:
-    """The groups that were made here, and not by the caller."""
+class OwnedGroups:
+    """The groups that were made here, not by the caller."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
         self.groups: list[dist.ProcessGroup] = []
-        self.input: dist.ProcessGroup | None = None
-        self.meeting: dist.Store | None = None  # kept: another rank may still be reading from it
-        self.store: dist.Store | None = None  # the part of it for the present world
-        self.launches = 0  # counts equally on every rank
+        self.store: dist.Store | None = None  # kept: on rank 0 it serves the other ranks
+        self.n_worlds = 0  # equal on all ranks
         self.process = os.getpid()
 
-    def start_world(self, launch: Launch, device: torch.device, timeout_s: float) -> None:
-        if self.launches == 0:
-            atexit.register(self.release)
-        # Groups may be left from a world that the caller has destroyed.
-        self.groups, self.input = [], None
+    def start_world(self, world_size: int, device: torch.device, timeout_s: float) -> None:
+        """Make the default group; a single process keeps it in memory."""
+        self.groups = []  # the caller may have destroyed an earlier world
         groups.destroy_model_parallel()
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if launch.address is None:
-            self.store = dist.HashStore()
-        else:
-            self.meeting = self.meeting or _meet(launch, min(timeout_s, CONNECT_S))
-            self.store = dist.PrefixStore(f"llama/{self.launches}", self.meeting)
-            self.store.set_timeout(timedelta(seconds=timeout_s))
-            _await_all(launch, self.store, backend, timeout_s)
-        self.launches += 1
-        hook = sys.excepthook
-        with _loopback(launch.world_size):
+        timeout = timedelta(seconds=timeout_s)
+        backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"
+        rank, hook = 0, sys.excepthook
+        store: dist.Store = dist.HashStore()
+        if world_size > 1:
+            self.store = self.store or rendezvous(world_size, min(timeout_s, CONNECT_S))
+            store = dist.PrefixStore(f"llama/{self.n_worlds}", self.store)
+            store.set_timeout(timeout)
+            rank = int(os.environ["RANK"])
+            wait_for_all(store, rank, world_size, backend, timeout_s)
+        self.n_worlds += 1
+        with _loopback(world_size):
             dist.init_process_group(
-                backend,
-                store=self.store,
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timedelta(seconds=timeout_s),
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         self.world = dist.group.WORLD
-        # torch's puts "[rank1]: " before each line of a traceback: once is enough.
-        if launch.world_size == 1 or self.launches > 1:
-            sys.excepthook = hook
+        if world_size == 1:
+            sys.excepthook = hook  # torch's hook begins each line of a traceback with "[rank0]: "
 
-    def start_groups(
-        self, model_parallel_size: int | None, device: torch.device, timeout_s: float
-    ) -> None:
-        world_size = dist.get_world_size()
+    def start_groups(self, model_parallel_size: int | None, timeout_s: float) -> None:
+        """Make fairscale's groups, unless they exist.
+
+        fairscale's own function prints, and waits half an hour for a missing rank.
+        """
         if groups.model_parallel_is_initialized():
             size = groups.get_model_parallel_world_size()
             require(
                 model_parallel_size in (None, size),
-                f"model_parallel_size {model_parallel_size}, and this process already has groups "
-                f"of {size}: pass {size}, or close what uses them first",
+                f"model_parallel_size is {model_parallel_size}, but this process has groups of "
+                f"{size} already: pass {size}, or close what uses them first",
             )
-        else:
-            size = _model_parallel_size(model_parallel_size, world_size)
-            with _loopback(world_size), _fairscale(timedelta(seconds=timeout_s)):
-                groups.initialize_model_parallel(size)
-            self.groups = [
-                groups.get_data_parallel_group(),
-                groups.get_model_parallel_group(),
-                groups.get_pipeline_parallel_group(),
-            ]
-        backend = dist.get_backend(groups.get_model_parallel_group())
+            return
+        world_size = dist.get_world_size()
+        size = world_size if model_parallel_size is None else model_parallel_size
         require(
-            size == 1 or device.type == "cuda" or backend != "nccl",
-            f"device '{device}', and the process group is one of nccl, which serves GPUs only: "
-            "pass device='cuda', or make the group with gloo",
+            1 <= size <= world_size and world_size % size == 0,
+            f"model_parallel_size {size} does not divide the number of processes, {world_size}: "
+            f"start with torchrun --nproc_per_node {size}, or leave model_parallel_size out",
         )
+        replicas = [list(range(i, i + size)) for i in range(0, world_size, size)]
+        layout = {
+            "_DATA_PARALLEL_GROUP": list(map(list, zip(*replicas, strict=True))),
+            "_MODEL_PARALLEL_GROUP": replicas,
+            "_PIPELINE_PARALLEL_GROUP": [[rank] for rank in range(world_size)],
+        }
+        with _loopback(world_size):
+            for name, ranks in layout.items():
+                timeout = timedelta(seconds=timeout_s)
+                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+                self.groups.append(group)
+                setattr(groups, name, group)
+        groups._PIPELINE_PARALLEL_RANKS = [dist.get_rank()]
 
     def release(self) -> None:
-        """Give up what was made here; nothing of the caller's."""
-        if self.process != os.getpid():
-            return  # forked: the groups' threads stayed behind, and to end them would crash
-        if self.world is not None and self.world is dist.group.WORLD and _is_failing(self.world):
+        """Destroy what was made here, and nothing of the caller's."""
+        if self.process != os.getpid() or self._is_failing():
             return
-        made, self.groups, self.input = self.groups, [], None
-        world, self.world, self.store = self.world, None, None
+        made, world = self.groups, self.world
+        self.groups, self.world = [], None
+        if made and groups._MODEL_PARALLEL_GROUP in made:
+            groups.destroy_model_parallel()
         if not dist.is_initialized():
             return
-        backends, group = [], cast("dist.ProcessGroup | None", None)
-        for group in made if world is None else [*made, world]:
-            with suppress(RuntimeError):  # a group of nccl has none for the CPU
-                backends.append(group._get_backend(torch.device("cpu")))
-        if groups.model_parallel_is_initialized() and groups.get_model_parallel_group() in made:
-            groups.destroy_model_parallel()
         if world is dist.group.WORLD:
             dist.destroy_process_group()
         elif world is None:
             for group in made:
                 dist.destroy_process_group(group)
-        # The backends go last, on their own: torch 2.6 ends the threads of a group with Python's
-        # lock held, and one of them may be waiting for that lock.
-        made.clear()
-        group = world = None
-        backends.clear()
 
+    def _is_failing(self) -> bool:
+        """Is an exception about to end a rank on a GPU?
 
-def _is_failing(world: dist.ProcessGroup) -> bool:
-    """Is an error on its way out of a rank on a GPU?
-
-    To give up a group of nccl would then wait for ranks that wait for this one; it goes with the
-    process.
-    """
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the latter at exit
-    return error is not None and world.size() > 1 and dist.get_backend(world) == "nccl"
-
-
-def input_group() -> dist.ProcessGroup:
-    """All ranks, over gloo whatever the device, and with no timeout to speak of."""
-    with _lock:
-        if _made.input is None:
-            check_same({})  # all have come: a rank that has not is found by the run's own timeout
-            with _loopback(dist.get_world_size()):
-                _made.input = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-            _made.groups.append(_made.input)
-        return _made.input
+        Destroying a group of NCCL would wait for ranks that wait for this one.
+        """
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the latter at exit
+        world = self.world if self.world is dist.group.WORLD else None
+        return error is not None and world is not None and dist.get_backend(world) == "nccl"
 
 
 _lock = threading.RLock()
-_made = _Made()
+_owned = OwnedGroups()
 _users: set[Runtime] = set()
+atexit.register(_owned.release)
 
 
-def _model_parallel_size(size: int | None, world_size: int) -> int:
-    if size is None:
-        return world_size
-    require(
-        size <= world_size,
-        f"model_parallel_size {size} needs as many processes, and this run has {world_size}: "
-        f"start with torchrun --nproc_per_node {size}, or leave model_parallel_size out",
-    )
-    require(
-        world_size % size == 0,
-        f"model_parallel_size {size} does not divide the {world_size} processes: "
-        "start a multiple of it",
-    )
-    return size
-
-
-def _meet(launch: Launch, timeout_s: float) -> dist.Store:
-    """The store that a launcher's environment leads to."""
+def rendezvous(world_size: int, timeout_s: float) -> dist.Store:
+    """The store of the launch that the environment describes."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (RuntimeError, ValueError) as error:
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise LlamaError(
-            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, and within "
-            f"{timeout_s:g} s the ranks did not meet at {launch.address}: start all of them with "
-            f"torchrun, or unset {', '.join(LAUNCHER)} to run as one process"
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={world_size} are set, but the ranks did "
+            f"not meet at {address!r} within {timeout_s:g} s: start all of them with torchrun, or "
+            "unset RANK and WORLD_SIZE to run as one process"
         ) from error
     return store
 
 
-def _await_all(launch: Launch, store: dist.Store, backend: str, timeout_s: float) -> None:
-    """Wait until every rank has come to `build`, since gloo would not say who is missing."""
-    keys = [f"backend of {rank}" for rank in range(launch.world_size)]
-    store.set(keys[launch.rank], backend)
+def wait_for_all(
+    store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float
+) -> None:
+    """Wait until all ranks have called `build`, each with the same kind of device."""
+    keys = [f"backend of {rank}" for rank in range(world_size)]
+    store.set(keys[rank], backend)
     try:
         store.wait(keys)
     except RuntimeError as error:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing_ranks = [i for i, key in enumerate(keys) if not store.check([key])]
         raise LlamaError(
-            f"rank {launch.rank} waited {timeout_s:g} s in build for {name_ranks(absent)}: "
-            "see what it does there, and call build on every rank"
+            f"rank {rank} waited {timeout_s:g} s in build, and of all ranks {missing_ranks} did "
+            "not call it: see what they do, and call build on every rank"
         ) from error
-    backends = [store.get(key).decode() for key in keys]
-    _require_same("the backend", backends, "give every rank the same kind of device")
+    require_same("the backend", [store.get(key).decode() for key in keys])
+
+
+def gloo_group(timeout_s: float) -> dist.ProcessGroup:
+    """A new group of all ranks, over gloo on every device."""
+    with _loopback(dist.get_world_size()):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def check_same(arguments: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Refuse arguments that are not the same on every rank of `group`, and name one that differs.
-
-    What cannot be compared on all of them (paths, the device) is not for here.
-    """
-    if dist.get_world_size(group) == 1:
-        return
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    shown = {name: _show(value) for name, value in arguments.items()}
-    dist.all_gather_object(everyone, shown, group=group)
+    """Raise LlamaError for the first argument that differs between the ranks of `group`."""
+    everyone = gather({name: brief(value) for name, value in arguments.items()}, group)
     for name in arguments:
-        values = [others.get(name) for others in everyone]
-        _require_same(name, values, SAME, group)
+        require_same(name, [others.get(name) for others in everyone], group)
 
 
-def _show(value: Any) -> str:
-    """A short text that is different for different values."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Each rank's picklable `value`, in the order of the ranks of `group`."""
+    values = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def brief(value: Any) -> str:
+    """A short text that is equal for equal values only."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... (crc32 {zlib.crc32(text.encode()):08x})"
 
 
-def _require_same(
-    name: str, values: list[Any], remedy: str, group: dist.ProcessGroup | None = None
-) -> None:
-    """`values`: one of each rank of `group`."""
-    odd = next((i for i, value in enumerate(values) if value != values[0]), None)
-    if odd is not None:
+def require_same(name: str, values: Sequence[Any], group: dist.ProcessGroup | None = None) -> None:
+    """Raise LlamaError unless `values`, one of each rank of `group`, are equal."""
+    mismatch = next((i for i, value in enumerate(values) if value != values[0]), None)
+    if mismatch is not None:
         ranks = range(len(values)) if group is None else dist.get_process_group_ranks(group)
         raise LlamaError(
-            f"{name} is {values[0]} on rank {ranks[0]} and {values[odd]} on rank {ranks[odd]}: "
-            f"{remedy}"
+            f"{name} is {values[0]} on rank {ranks[0]} and {values[mismatch]} on rank "
+            f"{ranks[mismatch]}: start every rank with the same device, checkpoint, arguments and "
+            "prompts"
         )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Some ranks, in a sentence."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
-
-
-@contextmanager
-def _fairscale(timeout: timedelta) -> Iterator[None]:
-    """Give fairscale's module a `print` and a `new_group` of its own for the time.
-
-    It announces its groups on standard output, which belongs to the caller, and makes them with
-    torch's timeout of half an hour.
-    """
-    new_group = partial(dist.new_group, timeout=timeout)
-    distributed = SimpleNamespace(**{**vars(dist), "new_group": new_group})
-    names = vars(groups)
-    names["print"] = lambda *_: None
-    names["torch"] = SimpleNamespace(**{**vars(torch), "distributed": distributed})
-    try:
-        yield
-    finally:
-        names["torch"] = torch
-        del names["print"]
 
 
 @contextmanager
 def _loopback(world_size: int) -> Iterator[None]:
-    """Make gloo listen on the loopback interface only, where all ranks are on this machine.
+    """Restrict gloo to the loopback interface while all ranks run on this machine.
 
-    Without this gloo takes the interface that the host's name resolves to, if it does. It reads
-    the variable when a group is made, and cannot be told otherwise for the groups that fairscale
-    makes; the variable is put back at once. With several ranks, the user's choice goes first.
+    Otherwise it needs a host name that resolves. An interface that the user chose for several
+    ranks is kept.
     """
-    variable = "GLOO_SOCKET_IFNAME"
-    before = os.environ.get(variable)
-    here = before is None and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else ()
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is None or not (world_size == 1 or here):
-        yield
-        return
-    os.environ[variable] = loopback
+    chosen = os.environ.get(_INTERFACE)
+    is_local = chosen is None and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names and (world_size == 1 or is_local):
+        os.environ[_INTERFACE] = names[0]
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+        os.environ.pop(_INTERFACE, None)
+        if chosen is not None:
+            os.environ[_INTERFACE] = chosen

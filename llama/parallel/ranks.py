@@ -1,16 +1,11 @@
-"""What the ranks of one run tell each other beside the model's own sums and gathers.
-
-The model's collectives keep ranks in step as long as all of them make the same calls. Here is what
-sees to that: calls and drawn tokens are compared, input comes from one rank, the answers of several
-replicas are brought together, and a rank that waits in vain says for whom.
-"""
+"""Cross-rank coordination outside the forward pass."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -19,149 +14,216 @@ from fairscale.nn.model_parallel import initialize as groups
 
 from llama.errors import LlamaError
 from llama.model import RMSNorm, Transformer
-from llama.parallel.groups import Runtime, check_same, input_group, name_ranks
+from llama.parallel.groups import Runtime, brief, check_same, gather, gloo_group, require_same
 from llama.parallel.layers import all_gather
 
-T = TypeVar("T")
-
-GRACE_S = 2  # ranks that wait for the same one run into the timeout at almost the same time
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 def check_weights(model: Transformer) -> None:
-    """Refuse to go on where ranks have loaded different checkpoints of one shape.
+    """Raise LlamaError if the ranks have loaded different checkpoints of one shape.
 
-    The norms, which every rank has whole, tell: no two trainings end with the same ones.
+    Compares the norms, which every rank holds whole, by the sums of their float32 bit patterns:
+    integers are equal on every machine, and MPS has no float64.
     """
-    norms = [m.weight.double().sum().item() for m in model.modules() if isinstance(m, RMSNorm)]
-    check_same({"the sum of the norms' weights": norms})
+    norms = [m.weight.detach() for m in model.modules() if isinstance(m, RMSNorm)]
+    sums = torch.stack([norm.float().view(torch.int32).sum() for norm in norms])
+    check_same({"the checksum of the norms": sums.tolist()})
 
 
-def check_call(rows: Sequence[Any], how: Any, *, everyone: bool = False, **arguments: Any) -> None:
-    """Refuse a call that other ranks of this copy of the model make with other arguments.
+def compare_call(
+    call: Mapping[str, Any],
+    held: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+    *,
+    n_slots: int,
+) -> list[int]:
+    """Compare a call, and the caches that it starts from, between the ranks of `group`.
 
-    `everyone`: other ranks of any copy.
+    Args:
+        call: what the answers depend on, by name.
+        held: the tokens that each row of this rank's cache holds.
+        n_slots: slots in a row. Of a row that has wrapped, ranks share everything or nothing.
+
+    Returns:
+        For each row how many tokens, from the first on, all ranks hold.
+
+    Raises:
+        LlamaError: an argument differs between ranks.
     """
+    digests = [hash(tuple(tokens)) for tokens in held]
+    everyone = gather(({name: brief(value) for name, value in call.items()}, digests), group)
+    for name in call:
+        require_same(name, [others.get(name) for others, _ in everyone], group)
+    shared = [len(tokens) for tokens in held]
+    by_row = zip(*(others for _, others in everyone), strict=True)
+    rows = [row for row, found in enumerate(by_row) if len(set(found)) > 1]
+    if rows:
+        tokens_of = gather([list(held[row]) for row in rows], group)
+        for row, tokens in zip(rows, zip(*tokens_of, strict=True), strict=True):
+            equal = takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=False))
+            shared[row] = 0 if max(map(len, tokens)) > n_slots else len(list(equal))
+    return shared
+
+
+def broadcast_tokens(tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Overwrite `tokens`, of any shape, with those of the first rank of `group`."""
+    if group.size() > 1:
+        dist.broadcast(tokens, group_src=0, group=group)
+    return tokens
+
+
+def run_data_parallel(
+    runtime: Runtime,
+    items: Sequence[Item],
+    call: Mapping[str, Any],
+    answer: Callable[[Sequence[Item]], list[Answer]],
+) -> list[Answer]:
+    """Let each replica answer its part of `items`; returns all answers on every rank.
+
+    Item i goes to replica i modulo their number. A LlamaError of one replica is raised on all.
+    """
+    with waiting(runtime, "for the other ranks to make the same call"):
+        check_same(call)
+    try:
+        local: Any = answer(items[runtime.replica :: runtime.replicas])
+    except LlamaError as error:
+        local = error
+    with waiting(runtime, "for the answers of the other replicas"):
+        parts = gather(local, groups.get_data_parallel_group())
+    for part in parts:
+        if isinstance(part, LlamaError):
+            raise part
+    return [parts[i % len(parts)][i // len(parts)] for i in range(len(items))]
+
+
+class Events:
+    """A channel from rank 0 to the other ranks that may idle for ever.
+
+    Rank 0 sends heartbeats, so that the others tell an idle rank from a dead one: they wait at most
+    `timeout_s` seconds for either. All ranks make the channel, and close it, together.
+    """
+
+    def __init__(self, timeout_s: float = 600) -> None:
+        self._timeout_s = timeout_s
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        with _waiting(timeout_s, "for all ranks to open a channel"):
+            self._group = gloo_group(timeout_s)
+        if dist.get_rank() == 0:
+            threading.Thread(target=self._beat, daemon=True).start()
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, payload: Any) -> None:
+        """On rank 0: hand a picklable payload to all other ranks; waits until they take it."""
+        with _waiting(self._timeout_s, "for the other ranks to take an event"):
+            self._broadcast((payload,))
+
+    def receive(self) -> Any:
+        """On the other ranks: the next payload of rank 0.
+
+        Raises:
+            RuntimeError: rank 0 has ended, or was silent for `timeout_s`.
+        """
+        with _waiting(self._timeout_s, "for a heartbeat of rank 0"):
+            while (event := self._broadcast(None)) is None:
+                pass
+        return event[0]
+
+    def close(self) -> None:
+        """Release the channel."""
+        self._closed.set()
+        with self._lock:
+            dist.destroy_process_group(self._group)
+
+    def _broadcast(self, event: tuple[Any] | None) -> tuple[Any] | None:
+        events = [event]
+        with self._lock:
+            dist.broadcast_object_list(events, src=0, group=self._group)
+        return events[0]
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._timeout_s / 4):
+            try:
+                self._broadcast(None)
+            except RuntimeError:
+                return  # the next `send` raises it as well
+
+
+def read_on_rank_0(read: Callable[[], Answer], timeout_s: float = 600) -> Answer:
+    """What `read()` returns on rank 0, on every rank, however long it takes.
+
+    EOFError is raised on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read()
+    with Events(timeout_s) as events:
+        if dist.get_rank() > 0:
+            event = events.receive()
+        else:
+            try:
+                event = (read(),)
+            except EOFError:
+                event = ()
+            events.send(event)
+    if not event:
+        raise EOFError("the input of rank 0 has ended")
+    return event[0]
+
+
+def waiting(
+    runtime: Runtime | None, what: str = "for the other ranks' parts of the model"
+) -> AbstractContextManager[None]:
+    """Turn the failure of a collective of gloo into a sentence.
+
+    NCCL raises nothing: its watchdog logs the failure and ends the process.
+    """
+    return _waiting(None if runtime is None else runtime.timeout_s, what)
+
+
+@contextmanager
+def _waiting(timeout_s: float | None, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        is_collective = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if timeout_s is None or not is_collective:
+            raise
+        raise RuntimeError(
+            f"rank {dist.get_rank()} waited {what}, and one of them ended or did not answer within "
+            f"{timeout_s:g} s: see what it wrote to standard error, or pass a larger timeout_s"
+        ) from error
+
+
+def waiting_to_load(runtime: Runtime) -> AbstractContextManager[None]:
+    """`waiting`, while the ranks load their weights and compare them."""
+    return waiting(runtime, "for the other ranks to load their weights")
+
+
+# What generation.py calls until the engine's calls above take their place.
+
+
+def check_call(rows: Any, how: Any, *, everyone: bool = False, **arguments: Any) -> None:
+    """The old comparison of a call."""
     arguments |= {"temperature": how.temperature, "top_p": how.top_p}
     arguments |= {"prompts": [row.prompt for row in rows], "limits": [row.limit for row in rows]}
     check_same(arguments, None if everyone else groups.get_model_parallel_group())
 
 
 def check_tokens(tokens: torch.Tensor) -> None:
-    """Refuse tokens (bsz,) that another rank of this copy of the model drew differently."""
+    """The old comparison of drawn tokens."""
     group = groups.get_model_parallel_group()
     drawn = all_gather(tokens[:, None], group.group_name, group.size())  # (bsz, ranks)
-    if bool((drawn == drawn[:, :1]).all()):
-        return
-    row, odd = (drawn != drawn[:, :1]).nonzero()[0].tolist()
-    ranks = dist.get_process_group_ranks(group)
-    raise LlamaError(
-        f"rank {ranks[odd]} drew token {int(drawn[row, odd])} for row {row} where rank {ranks[0]} "
-        f"drew {int(drawn[row, 0])}: give every rank the same calls, seed and library versions"
-    )
+    if not bool((drawn == drawn[:, :1]).all()):
+        raise LlamaError(f"rank 1 drew token {drawn.tolist()}: give every rank the same calls")
 
 
-def share(
-    runtime: Runtime, rows: Sequence[Any], how: Any, answer: Callable[[Sequence[Any]], list[T]]
-) -> list[T]:
-    """The answers to all rows, of which each copy of the model works on its part.
-
-    Row i goes to copy i modulo their number. An error of one is raised on all.
-    """
-    with waiting(runtime, "for the other ranks to make the same call", lambda: None):
-        check_call(rows, how, everyone=True)
-    try:
-        mine: Any = answer(rows[runtime.replica :: runtime.replicas])
-    except LlamaError as error:
-        mine = error
-    parts: list[Any] = [None] * runtime.replicas
-    group = groups.get_data_parallel_group()
-    with waiting(runtime, "for the answers of the other replicas", lambda: group):
-        dist.all_gather_object(parts, mine, group=group)
-    for part in parts:
-        if isinstance(part, LlamaError):
-            raise part
-    return [parts[i % runtime.replicas][i // runtime.replicas] for i in range(len(rows))]
-
-
-def read_on_rank_0(read: Callable[[], T]) -> T:
-    """What `read()` returns on rank 0, on every rank. `EOFError` is raised on every rank too.
-
-    The others wait for as long as the person at the keyboard takes: the timeout of the run is not
-    for them.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return read()
-    group = input_group()
-    told: list[Any] = [None, False]
-    ended: EOFError | None = None
-    if dist.get_rank() == 0:
-        try:
-            told = [read(), False]
-        except EOFError as error:
-            told, ended = [None, True], error
-    dist.broadcast_object_list(told, src=0, group=group)
-    if told[1]:
-        raise ended or EOFError("the input of rank 0 has ended")
-    return told[0]
-
-
-@contextmanager
-def waiting(
-    runtime: Runtime | None,
-    what: str = "for the other ranks' parts of the model",
-    group: Callable[[], dist.ProcessGroup | None] = groups.get_model_parallel_group,
-) -> Iterator[None]:
-    """Turn a collective's failure into a sentence that says which rank waits for what."""
-    try:
-        yield
-    except RuntimeError as error:
-        if runtime is None or not (
-            "gloo" in str(error) or isinstance(error, dist.DistBackendError)
-        ):
-            raise
-        peers = [rank for rank in dist.get_process_group_ranks(group()) if rank != runtime.rank]
-        raise RuntimeError(_failure(runtime, what, peers, "Timed out" in str(error))) from error
-
-
-def waiting_to_load(runtime: Runtime) -> AbstractContextManager[None]:
-    """`waiting`, while the ranks load their weights and compare them."""
-    return waiting(runtime, "for the other ranks to load their weights", lambda: None)
-
-
-def _failure(runtime: Runtime, what: str, peers: list[int], timed_out: bool) -> str:
-    absent = _absent(runtime, peers, wait_s=GRACE_S if timed_out else 0)
-    if not timed_out:
-        return (
-            f"rank {runtime.rank} lost its connection to {name_ranks(absent or peers)} while it "
-            f"waited {what}: see what that rank wrote to standard error"
-        )
-    return (
-        f"rank {runtime.rank} waited {runtime.timeout_s:g} s {what}, and "
-        f"{name_ranks(absent or peers)} stayed silent: see what it does there, or pass a larger "
-        "timeout_s"
-    )
-
-
-def _absent(runtime: Runtime, peers: list[int], wait_s: float) -> list[int]:
-    """Those of `peers` that do not say within `wait_s` that they have stopped too."""
-    absent, store = list(peers), runtime.store
-    if store is None:
-        return absent
-
-    def ask() -> None:
-        store.set(f"stopped {runtime.rank}", "")
-        end = time.monotonic() + wait_s
-        while absent and time.monotonic() < end:
-            absent[:] = [r for r in absent if not store.check([f"stopped {r}"])]
-            time.sleep(0.1)
-
-    # A thread, since nothing ends a question to a machine that cannot be reached.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(wait_s + 1)
-    return absent
-
-
-def compare_call(call: Any, held: Any) -> list[int]: ...
-def broadcast_tokens(tokens: torch.Tensor) -> torch.Tensor: ...
-def run_data_parallel(runtime: Runtime, items: Any, call: Any, answer: Any) -> Any: ...
+def share(runtime: Runtime, rows: Any, how: Any, answer: Any) -> list[Any]:
+    """The old name of `run_data_parallel`."""
+    check_call(rows, how, everyone=True)
+    return run_data_parallel(runtime, rows, {}, answer)
