@@ -230,7 +230,7 @@ class Engine:
         chunks = [r.ids[s.start_pos : s.end] for r, s in zip(requests, segments, strict=True)]
         tokens = [token for chunk in chunks for token in chunk]
         self.passes.append(("prefill", len(tokens)))
-        context = model.segment_context(segments, device)
+        context = model.segment_context(segments)
         h = model.hidden_states(torch.tensor([tokens], device=device), context)[0]
         pieces = h.split([len(chunk) for chunk in chunks])
         for request, segment, chunk, piece in zip(requests, segments, chunks, pieces, strict=True):

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from operator import index
 from pathlib import Path
 
 import torch
@@ -386,12 +385,6 @@ class Llama(Session):
     def _is_safe(self, dialog: Dialog, i: int, allow_tags: bool) -> bool:
         self.chat_format.check(dialog, i)
         return allow_tags or not self.chat_format.has_tags(dialog)
-
-
-def _size(size: int | None, name: str, default: int) -> int:
-    size = default if size is None else index(size)
-    require(size >= 1, f"{name} {size}: it must be an integer above 0")
-    return size
 
 
 def _named(what: str, prompts: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:

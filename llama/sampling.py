@@ -177,7 +177,7 @@ def reshape_logits(
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if tokens and (params.presence_penalty or params.frequency_penalty):
         drawn, counts = torch.tensor(tokens, device=logits.device).unique(return_counts=True)
-        logits[drawn] -= params.presence_penalty + params.frequency_penalty * counts
+        logits[drawn] -= params.presence_penalty + params.frequency_penalty * counts.to(logits)
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     if params.logits_processor is not None:
@@ -204,9 +204,8 @@ def sample(
     if waits is not None:
         # With the largest logit moved to 0, no temperature overflows; below 1e-30, where the
         # distribution has long been a single token, its reciprocal would.
-        device = logits.device
         column = {
-            name: torch.tensor([[float(getattr(p, name))] for p in params], device=device)
+            name: logits.new_tensor([[getattr(p, name)] for p in params])
             for name in ("temperature", "top_p", "min_p")
         }
         temperature = column["temperature"]
