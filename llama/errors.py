@@ -28,8 +28,8 @@ def checked_path(path: str | Path, name: str) -> Path:
     )
     require(
         not str(path).lstrip().startswith("--"),
-        f"{name} is {str(path)!r:.80}, which looks like an option: a backslash at a line's end may be "
-        "left in a command that was pasted as one line: remove it",
+        f"{name} is {str(path)!r:.80}, which looks like an option: a backslash at a line's end may "
+        "be left in a command that was pasted as one line: remove it",
     )
     try:
         os.stat(path)
