@@ -19,10 +19,11 @@ from itertools import islice
 import torch
 
 from llama.errors import LlamaError, require
-from llama.model import PREFILL_TOKENS, ModelArgs, Segment, Transformer
+from llama.kv_cache import Segment
+from llama.model import PREFILL_TOKENS, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
-from llama.requests import FinishReason, Request
-from llama.sampling import NOT_FINITE, sample, token_logprobs
+from llama.requests import FinishReason, Request, chunk_len, draw_waits
+from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
@@ -32,7 +33,7 @@ LOGITS_PER_PASS = 2**24  # numbers, 64 MB, where a pass returns the logits of al
 class Engine:
     """The rows of the cache, the requests, and the step that serves them.
 
-    Any thread may `add`, `cancel` and `run_until`; one of them at a time steps for all.
+    Any thread may `add`, `cancel` and `advance`; one of them at a time steps for all.
     """
 
     def __init__(self, model: Transformer, *, n_words: int, eos_ids: Iterable[int]) -> None:
@@ -48,6 +49,7 @@ class Engine:
         self._just_prefilled = False
         self._n_steps = 0
         self._stepper: int | None = None  # the thread that makes a step
+        self._n_exclusive = 0  # threads that wait for `exclusive`
         self._process = os.getpid()
         self._closed: LlamaError | None = None
         self._changed = threading.Condition()
@@ -62,14 +64,22 @@ class Engine:
         """Give up requests; takes no lock, since a finalizer may call it inside a step."""
         self._cancelled.extend(request for request in requests if not request.is_finished)
 
+    @property
+    def has_work(self) -> bool:
+        """Would a step do anything?"""
+        held = any(not request.is_paused for request in [*self.running.values(), *self.waiting])
+        return held or bool(self._added or self._cancelled)
+
     def advance(self) -> None:
         """Make one step, or wait for the end of the one that another thread makes."""
         self.refuse_forked()
         thread, n_steps = threading.get_ident(), self._n_steps
         try:
             with self._changed:
-                if self._stepper not in (None, thread):
-                    self._changed.wait_for(lambda: self._n_steps != n_steps or not self._stepper)
+                if self._n_exclusive or self._stepper not in (None, thread):
+                    self._changed.wait_for(
+                        lambda: self._n_steps != n_steps or not (self._stepper or self._n_exclusive)
+                    )
                     return
                 self._stepper = thread
             self.step()
@@ -83,8 +93,13 @@ class Engine:
         thread = threading.get_ident()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._stepper in (None, thread))
-                self._stepper = thread
+                self._n_exclusive += 1  # whoever steps again and again leaves no gap otherwise
+                try:
+                    self._changed.wait_for(lambda: self._stepper in (None, thread))
+                    self._stepper = thread
+                finally:
+                    self._n_exclusive -= 1
+                    self._changed.notify_all()
             self._take_in()
             yield
         finally:
@@ -144,7 +159,8 @@ class Engine:
     def _take_in(self) -> None:
         """Take in what other threads queued: new requests, and cancelled ones."""
         while self._added:
-            self.waiting.append(self._added.popleft())
+            self.waiting.append(self._added[0])  # in this order: an interrupt loses nobody
+            self._added.popleft()
         if not self._cancelled:
             return
         while self._cancelled:
@@ -165,6 +181,9 @@ class Engine:
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
         for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
+            if request.is_finished or self._is_running(request):  # after an interrupt
+                self.waiting.remove(request)
+                continue
             if request.is_paused or self._shares_a_prefill(request):
                 continue
             free = self._free_rows()
@@ -198,15 +217,18 @@ class Engine:
     def preempt(self, requests: Iterable[Request]) -> None:
         """Take the rows of running requests, which are admitted again later."""
         for request in list(requests):
-            self._release(request)
             if request.reads_every_position:  # it starts again
                 del request.prompt_logprobs[1:], request.hidden_states[:]
             self.waiting.appendleft(request)
+            self._release(request)
 
     def _release(self, request: Request) -> None:
-        if request.row is not None:
-            del self.running[request.row]
-            request.row = None
+        if self._is_running(request):
+            del self.running[request.row or 0]
+        request.row = None
+
+    def _is_running(self, request: Request) -> bool:
+        return request.row is not None and self.running.get(request.row) is request
 
     def _n_pending(self, request: Request) -> int:
         """Tokens of a running request that are not in the cache yet."""
@@ -315,48 +337,45 @@ class Engine:
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request from logits (len(requests), vocab_size)."""
         logits = logits[:, : self.n_words]
-        drawing, rows, shaped = [], [], []
-        for i, request in enumerate(requests):
-            if request.limit == 0:
-                self._finish(request, "length")
-                continue
-            try:
-                shaped.append(request.reshape(logits[i]))
-            except Exception as error:  # a processor's: it ends this request alone
-                self._fail([request], error)
-                continue
-            drawing.append(request)
-            rows.append(i)
+        reshaped = self._reshape(requests, logits)
+        drawing = [request for request in requests if not request.is_finished]
         if not drawing:
             return
-        raw = logits[rows]
+        if len(drawing) < len(requests):
+            rows = [i for i, request in enumerate(requests) if not request.is_finished]
+            logits, reshaped = logits[rows], reshaped[rows]
         params = [request.params for request in drawing]
-        tokens = sample(torch.stack(shaped), params, _waits(drawing, raw))
-        tokens = torch.where(raw.amin(-1).isfinite(), tokens, NOT_FINITE)
+        tokens = sample(reshaped, params, draw_waits(drawing, logits))
+        tokens = torch.where(logits.amin(-1).isfinite(), tokens, NOT_FINITE)
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)
         ids = tokens.tolist()  # the only host sync per step
         values: Sequence[float | None] = [None] * len(ids)
         if any(p.logprobs for p in params):
-            values = token_logprobs(raw, tokens.clamp_min(0)).tolist()
-        for request, id, value, row in zip(drawing, ids, values, raw, strict=True):
+            values = token_logprobs(logits, tokens.clamp_min(0)).tolist()
+        for request, id, value, row in zip(drawing, ids, values, logits, strict=True):
             self._advance(request, id, value, row)
+
+    def _reshape(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """The logits after each request's penalties and processor; ends those that cannot draw."""
+        if any(request.params.reshapes for request in requests):
+            logits = logits.clone()
+        for request, row in zip(requests, logits, strict=True):
+            if request.limit == 0:
+                self._finish(request, "length")
+            elif request.params.reshapes:
+                try:
+                    row.copy_(reshape_logits(request.params, request.prompt, request.tokens, row))
+                except Exception as error:  # a processor's: it ends this request alone
+                    self._fail([request], error)
+        return logits
 
     def _advance(
         self, request: Request, token: int, logprob: float | None, logits: torch.Tensor
     ) -> None:
         """Take in a drawn token, and finish the request if it ends there."""
         if token == NOT_FINITE:
-            processor = request.params.logits_processor
-            self._fail(
-                [request],
-                self._not_finite()
-                if processor is None
-                else LlamaError(
-                    "the logits are not finite: logits_processor may return -inf, but no NaN, and "
-                    "must leave a token"
-                ),
-            )
+            self._fail([request], self._not_finite())
         elif token in self.eos_ids:
             self._finish(request, "stop")
         elif token in request.stop_tokens:
@@ -390,23 +409,3 @@ class Engine:
             f"the logits are not finite in {self.model.norm.weight.dtype}: the checkpoint may be "
             "damaged, or the dtype too narrow for it: try dtype='float32' (or 'bfloat16')"
         )
-
-
-def chunk_len(args: ModelArgs, start_pos: int) -> int:
-    """How many tokens of one prompt a pass may read from position `start_pos` on."""
-    return min(
-        args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
-    )
-
-
-def _waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:
-    """The waiting times of each request's next draw (len(requests), n); None if all are greedy."""
-    if all(request.params.temperature == 0 for request in requests):
-        return None
-    unused = torch.ones_like(logits[0])
-    return torch.stack(
-        [
-            unused if request.params.temperature == 0 else request.draw(logits.shape[-1])
-            for request in requests
-        ]
-    )
