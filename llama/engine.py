@@ -156,8 +156,9 @@ class Engine:
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
-        for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
-            if request.is_paused or self._shares_a_prefill(request):
+        unpaused = (request for request in self.waiting if not request.is_paused)
+        for request in list(islice(unpaused, 4 * len(self.cache.rows))):
+            if self._shares_a_prefill(request):
                 continue
             free = self._free_rows()
             if not free:
