@@ -49,6 +49,9 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or self.dim // self.n_heads
+        for name in ("max_seq_len", "max_batch_size"):
+            size = getattr(self, name)
+            require(1 <= size < 2**63, f"{name} {size!r:.80}: it must be an integer above 0")
         kv_cache.check_window(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
     @property
@@ -450,9 +453,9 @@ class Transformer(nn.Module):
     def segment_context(self, segments: Sequence[Segment]) -> ForwardContext:
         """The context of a pass over packed segments."""
         device = self.rope_freqs.device
-        # Made on the CPU and moved once, whatever the caller's default device is.
+        # A row for each token, then its position.
         places = [(s.row, position) for s in segments for position in range(s.start_pos, s.end)]
-        rows, positions = torch.tensor(places, device="cpu").to(device).T[:, None]
+        rows, positions = torch.tensor(places, device=device).T[:, None]
         cos, sin = self._rotation(positions)
         slots = kv_cache.slot_index(positions, self.params.n_slots)
         masks = [self._segment_mask(segment) for segment in segments]
