@@ -123,7 +123,7 @@ class Llama(Session):
         if sliding_window is not None:
             given["sliding_window"] = sliding_window
         args = ModelArgs(**{**checkpoint.params, **given})
-        tokenizer = load_tokenizer(ckpt_dir, tokenizer_path, args.vocab_size)
+        tokenizer = load_tokenizer(checkpoint, tokenizer_path)
         options = {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "compile": compile}
         runtime = groups.setup(
             device=device,
