@@ -45,9 +45,16 @@ class ChatFormat:
     name = "none"
     # A message that contains one of these could pose as another part of the dialog.
     tags: Sequence[str] = ()
+    control: Sequence[str] = ()  # tokens without which the format cannot be written
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self.tokenizer = tokenizer
+        missing = [text for text in self.control if text not in tokenizer.special]
+        require(
+            not missing,
+            f"the chat format {self.name!r} needs the tokens {', '.join(missing)}, which the "
+            "tokenizer does not have: pass another chat_format",
+        )
 
     def encode(self, dialog: Dialog) -> list[int]:
         """The ids of a dialog that `check` accepted, up to where the answer begins."""
@@ -119,6 +126,7 @@ class MistralFormat(Llama2Format):
     """
 
     name = "mistral"
+    control = (B_INST, E_INST)
 
     def encode(self, dialog: Dialog) -> list[int]:
         tokenizer, special = self.tokenizer, self.tokenizer.special
@@ -147,14 +155,7 @@ class Llama3Format(ChatFormat):
         *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     )
 
-    def __init__(self, tokenizer: BaseTokenizer) -> None:
-        super().__init__(tokenizer)
-        missing = [tag for tag in self.tags if tag not in tokenizer.special]
-        require(
-            not missing,
-            f"chat_format='llama3' needs the token {missing[:1]}, which the tokenizer does not "
-            "have: pass another chat_format",
-        )
+    control = tags
 
     def encode(self, dialog: Dialog) -> list[int]:
         bos, _, start, end, eot = (self.tokenizer.special[tag] for tag in self.tags)

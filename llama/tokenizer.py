@@ -138,11 +138,9 @@ class Tokenizer(BaseTokenizer):
             n = SentencePieceProcessor(model_proto=model).vocab_size()
             model += _added_pieces(n, added or {})
             self.sp_model = sp = SentencePieceProcessor(model_proto=model)
-            # The second value of a field counts: no space in front.
+            # Of a field that is there twice the second one counts.
             no_prefix = vocabulary.field(3, vocabulary.field(3, 0))
-            self._behind = (
-                sp if prefix_parts else SentencePieceProcessor(model_proto=model + no_prefix)
-            )
+            self._unprefixed = SentencePieceProcessor(model_proto=model + no_prefix)
         except Exception as error:  # sentencepiece raises many types
             raise LlamaError(
                 f"{name} is {found or 'not a SentencePiece model, or a damaged one'}: "
@@ -157,10 +155,11 @@ class Tokenizer(BaseTokenizer):
             f"{name} has no BOS or no EOS: pass the tokenizer.model that came with the checkpoint",
         )
         self.eos_ids = (self.eos_id,)
-        ids = [id for id in range(self.n_words) if sp.is_control(id) or sp.is_unknown(id)]
-        ids += [id for id, token in (added or {}).items() if is_control(*token) and id < n]
-        self.special = {sp.id_to_piece(id): id for id in ids}
-        self._matched = set(ids)
+        control = {id for id in range(self.n_words) if sp.is_control(id) or sp.is_unknown(id)}
+        # Control tokens to the checkpoint that the model finds in text.
+        self._cut = {id for id, token in (added or {}).items() if is_control(*token)} - control
+        self.special = {sp.id_to_piece(id): id for id in sorted(control | self._cut)}
+        self._prefix_parts = prefix_parts
 
     @property
     def file(self) -> tuple[str, bytes]:
@@ -172,10 +171,14 @@ class Tokenizer(BaseTokenizer):
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            for id in (self._behind if i else self.sp_model).encode(part):
-                # Some models match a control token in text: it is spelled instead.
-                piece = self.sp_model.id_to_piece(id) if id in self._matched else ""
-                ids += [self.sp_model.piece_to_id(char) for char in piece] or [id]
+            sp = self.sp_model if i == 0 or self._prefix_parts else self._unprefixed
+            for id in sp.encode(part):
+                if id in self._cut:
+                    piece = sp.id_to_piece(id)
+                    for half in (piece[:1], piece[1:]):
+                        ids += self._unprefixed.encode(half)
+                else:
+                    ids.append(id)
         return ids
 
     def decode(self, t: Sequence[int]) -> str:

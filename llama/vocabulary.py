@@ -130,7 +130,10 @@ def byte_level_spec(
 def tiktoken_spec(path: Path) -> dict[str, Any]:
     """The `tokenizer.json` of Llama 3, from Meta's file with a token in base64 on each line."""
     try:
-        words = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
+        words = [
+            base64.b64decode(line.split()[0], validate=True)
+            for line in path.read_bytes().splitlines()
+        ]
     except (ValueError, IndexError) as error:
         raise LlamaError(f"{path} is a damaged tiktoken file: download it again") from error
     vocab = dict.fromkeys(word.decode("latin-1").translate(_TO_CHAR) for word in words)
