@@ -55,6 +55,7 @@ def convert(
     shards: int = 1,
     dtype: str | None = None,
     quantize: str | None = None,
+    adapter: str | None = None,
     force: bool = False,
 ) -> None:
     """Write the checkpoint in SRC to the folder DST.
@@ -62,13 +63,14 @@ def convert(
     Needs memory for the largest of the files that it writes.
 
     Args:
-        src: a folder in Meta's or Hugging Face's layout.
+        src: a folder in Meta's or Hugging Face's layout, or a GGUF file.
         dst: output folder, written atomically.
         to: the layout to write, meta or hf.
         shards: how many weight files to write.
         dtype: float32, float16 or bfloat16; default: each tensor as it is stored.
         quantize: int8 or int4; a layout of its own with Meta's params.json, for as many ranks as
             there are shards.
+        adapter: a folder with LoRA, as PEFT saves it, to add to the weights.
         force: replace the checkpoint that is in DST, the whole folder.
     """
     layout = _LAYOUTS.get(str(to))
@@ -84,7 +86,7 @@ def convert(
     )
     quant.check_kind(quantize)
     require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
-    checkpoint = open_checkpoint(checked_path(src, "src"))
+    checkpoint = open_checkpoint(checked_path(src, "src"), adapter=adapter)
     target = checked_path(dst, "dst").resolve()
     require(
         checkpoint.quantized is None,
