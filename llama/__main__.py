@@ -12,6 +12,7 @@ from llama.cli import Command, run, with_model
 from llama.errors import LlamaError, checked_path
 from llama.generation import Llama
 from llama.memory import memory
+from llama.sampling import SamplingParams
 
 
 def inspect(folder: str) -> None:
@@ -28,24 +29,13 @@ def inspect(folder: str) -> None:
         raise LlamaError("\n".join(errors))
 
 
-def chat(
-    llama: Llama,
-    *,
-    system: str | None = None,
-    temperature: float = 0.6,
-    top_p: float = 0.9,
-    max_gen_len: int | None = None,
-) -> None:
+def chat(llama: Llama, params: SamplingParams, *, system: str | None = None) -> None:
     """Chat in the terminal.
 
     Args:
         system: a system message.
-        temperature: 0 always takes the most likely token.
-        top_p: sample from the smallest set of tokens whose cumulative probability exceeds it.
-        max_gen_len: new tokens of each answer; default: as many as the context has room for.
     """
-    options = {"temperature": temperature, "top_p": top_p, "max_gen_len": max_gen_len}
-    repl.chat(llama, system=system, options=options)
+    repl.chat(llama, params, system)
 
 
 COMMANDS: dict[str, Command] = {

@@ -22,7 +22,7 @@ from llama.kv_cache import Segment
 from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request
-from llama.sampling import NOT_FINITE, sample, token_logprobs
+from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
@@ -305,32 +305,38 @@ class Engine:
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request from logits (len(requests), vocab_size)."""
         logits = logits[:, : self.n_words]
-        drawing, rows, shaped = [], [], []
-        for i, request in enumerate(requests):
-            if request.limit == 0:
-                self._finish(request, "length")
-                continue
-            try:
-                shaped.append(request.reshape(logits[i]))
-            except Exception as error:  # a processor's: it ends this request alone
-                self._fail([request], error)
-                continue
-            drawing.append(request)
-            rows.append(i)
+        reshaped = self._reshape(requests, logits)
+        drawing = [request for request in requests if not request.is_finished]
         if not drawing:
             return
-        raw = logits[rows]
+        if len(drawing) < len(requests):
+            rows = [i for i, request in enumerate(requests) if not request.is_finished]
+            logits, reshaped = logits[rows], reshaped[rows]
         params = [request.params for request in drawing]
-        tokens = sample(torch.stack(shaped), params, _waits(drawing, raw))
-        tokens = torch.where(raw.amin(-1).isfinite(), tokens, NOT_FINITE)
+        tokens = sample(reshaped, params, _waits(drawing, logits))
+        tokens = torch.where(logits.amin(-1).isfinite(), tokens, NOT_FINITE)
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)
         ids = tokens.tolist()  # the only host sync per step
         values: Sequence[float | None] = [None] * len(ids)
         if any(p.logprobs for p in params):
-            values = token_logprobs(raw, tokens.clamp_min(0)).tolist()
-        for request, id, value, row in zip(drawing, ids, values, raw, strict=True):
+            values = token_logprobs(logits, tokens.clamp_min(0)).tolist()
+        for request, id, value, row in zip(drawing, ids, values, logits, strict=True):
             self._advance(request, id, value, row)
+
+    def _reshape(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """The logits after each request's penalties and processor; ends those that cannot draw."""
+        if any(request.params.reshapes for request in requests):
+            logits = logits.clone()
+        for request, row in zip(requests, logits, strict=True):
+            if request.limit == 0:
+                self._finish(request, "length")
+            elif request.params.reshapes:
+                try:
+                    row.copy_(reshape_logits(request.params, request.prompt, request.tokens, row))
+                except Exception as error:  # a processor's: it ends this request alone
+                    self._fail([request], error)
+        return logits
 
     def _advance(
         self, request: Request, token: int, logprob: float | None, logits: torch.Tensor
