@@ -110,7 +110,7 @@ class Answer:
         values: list[float | None] = list(request.all_logprobs(self._echo))
         tops: list[dict[int, float] | None] = list(request.all_top_logprobs(self._echo))
         if self._echo:
-            values[0] = None
+            values[0] = tops[0] = None
         if not request.params.top_logprobs:
             tops = [None] * len(ids)
         part = slice(start, len(pieces) if end is None else end)

@@ -396,7 +396,8 @@ def serve(
     """
     if listener is None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to end
-        return Runner(llama, timeout_s=timeout_s).run()
+        Runner(llama, timeout_s=timeout_s).run()
+        return
     server = Server(llama, name, max_queue=max_queue, timeout_s=timeout_s)
 
     def end() -> None:
