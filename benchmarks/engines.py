@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from loading import Peak
 
-from llama.checkpoints.load import load_model
-from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import load_model, open_checkpoint
 from llama.compile import compile_step
 from llama.engine import Engine
 from llama.model import ModelArgs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoints.reader import DTYPES
+from llama.checkpoints.files import DTYPES
 from llama.cli import run
 from llama.model import ModelArgs
 from llama.parameters import parameters

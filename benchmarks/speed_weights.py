@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from llama.checkpoints.convert import convert
-from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import open_checkpoint
 from llama.model import ModelArgs
 from llama.parameters import parameters, require_split
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from llama.errors import require
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import BaseTokenizer
 
 
 def check_stop(stop: Iterable[str] | None) -> tuple[str, ...]:
@@ -24,7 +24,8 @@ def check_stop(stop: Iterable[str] | None) -> tuple[str, ...]:
 class Detokenizer:
     """The text of one request, built as its tokens come in.
 
-    `echoed` are prompt tokens with which the text begins; stop strings are not searched there.
+    `echoed` are prompt tokens with which the text begins, except for BOS; stop strings are not
+    searched there.
     `pieces` holds one string per token, echoed tokens first. After `finish` they join to `text`,
     which ends before the stop string and otherwise equals `tokenizer.decode` of all tokens.
     That drops the space in front of a SentencePiece text, unless `keep_space`; stop strings are
@@ -33,7 +34,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: BaseTokenizer,
         stop: Sequence[str] = (),
         echoed: Sequence[int] = (),
         *,
@@ -45,7 +46,9 @@ class Detokenizer:
         self._n_dropped = 0  # characters in front of `_held` that `text` does not get
         self._held = ""  # text that may be the beginning of a stop string
         self.stop: str | None = None
-        self.pieces = [piece[dropped:] for piece, dropped in map(self._decode, echoed)]
+        bos = len(echoed) > 0 and echoed[0] == tokenizer.bos_id
+        echo = [piece[dropped:] for piece, dropped in map(self._decode, echoed[bos:])]
+        self.pieces = [""] * bos + echo
         self._n_echoed = len(self.pieces)
         self._final = list(self.pieces)
         self._n_taken = 0

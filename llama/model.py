@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from llama import kv_cache
 from llama.errors import LlamaError, require
+from llama.kv_cache import Segment
 from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 PREFILL_TOKENS = 2048  # of one pass, if prefill_chunk is not set: bounds activations
@@ -159,18 +160,6 @@ def repeat_kv(x: torch.Tensor, n_rep: int) -> torch.Tensor:
     Attention here does without it; it serves those who write attention out.
     """
     return x.repeat_interleave(n_rep, dim=2) if n_rep > 1 else x
-
-
-class Segment(NamedTuple):
-    """New tokens of one cache row, packed behind those of other rows."""
-
-    row: int
-    start_pos: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start_pos + self.length
 
 
 @dataclass
@@ -464,9 +453,9 @@ class Transformer(nn.Module):
     def segment_context(self, segments: Sequence[Segment]) -> ForwardContext:
         """The context of a pass over packed segments."""
         device = self.rope_freqs.device
-        positions = torch.cat([torch.arange(s.start_pos, s.end) for s in segments]).to(device)[None]
-        lengths = torch.tensor([s.length for s in segments])
-        rows = torch.tensor([s.row for s in segments]).repeat_interleave(lengths).to(device)[None]
+        # A row for each token, then its position.
+        places = [(s.row, position) for s in segments for position in range(s.start_pos, s.end)]
+        rows, positions = torch.tensor(places, device=device).T[:, None]
         cos, sin = self._rotation(positions)
         slots = kv_cache.slot_index(positions, self.params.n_slots)
         masks = [self._segment_mask(segment) for segment in segments]
@@ -483,8 +472,7 @@ class Transformer(nn.Module):
         """The mask rule as 0 where a key is seen and -inf elsewhere, (bsz, seqlen, kv_len)."""
         args = self.params
         seen = kv_cache.visible(positions, args.n_slots, kv_len, args.sliding_window)
-        bias = torch.zeros(seen.shape, dtype=self.norm.weight.dtype, device=seen.device)
-        return bias.masked_fill_(~seen, float("-inf"))
+        return torch.zeros_like(seen, dtype=self.norm.weight.dtype).masked_fill_(~seen, -math.inf)
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[..., None, None] * self.rope_freqs
@@ -498,11 +486,10 @@ class Transformer(nn.Module):
                 f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
                 "pass fewer, or build with a larger max_batch_size"
             )
-        if isinstance(start_pos, torch.Tensor):
-            return
-        end = start_pos + seqlen
-        if start_pos < 0 or (end > args.n_slots and seqlen > args.longest_chunk):
+        if isinstance(start_pos, int) and (
+            start_pos < 0 or (start_pos + seqlen > args.n_slots and seqlen > args.longest_chunk)
+        ):
             raise LlamaError(
-                f"positions {start_pos} to {end - 1}, and the cache has {args.n_slots} slots: "
-                "pass fewer tokens, or build with a larger max_seq_len"
+                f"positions {start_pos} to {start_pos + seqlen - 1}, and the cache has "
+                f"{args.n_slots} slots: pass fewer tokens, or build with a larger max_seq_len"
             )

@@ -14,7 +14,7 @@ from fairscale.nn.model_parallel.initialize import get_model_parallel_group
 from tqdm import tqdm
 from typing_extensions import Self
 
-from llama.chat import ChatFormat
+from llama.chat import ChatFormat, Llama2Format
 from llama.detokenizer import Detokenizer
 from llama.engine import Engine
 from llama.errors import LlamaError, require
@@ -24,7 +24,7 @@ from llama.prefix_cache import CachedRow
 from llama.requests import READ_AHEAD, Request, answer_limit, checked_ids
 from llama.sampling import Draws, SamplingParams, derived_seed, make_generator
 from llama.sizes import usage
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import BaseTokenizer
 
 _CLOSED = "this instance is closed: build another"
 
@@ -33,11 +33,11 @@ class Session:
     """An open model: its lifetime, its cache, and requests within bounds."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1, replica: int = 0
+        self, model: Transformer, tokenizer: BaseTokenizer, *, seed: int = 1, replica: int = 0
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.chat_format = ChatFormat(tokenizer)
-        self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=[tokenizer.eos_id])
+        self.chat_format: ChatFormat = Llama2Format(tokenizer)
+        self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=tokenizer.eos_ids)
         self._runtime: groups.Runtime | None = None
         self._check_ranks = False
         self._process = os.getpid()
@@ -124,7 +124,9 @@ class Session:
         self._require_usable()
         require(len(prompts) > 0, "there are no prompts: pass at least one")
         args, limit = self.model.params, params.max_gen_len
-        stop_tokens = frozenset(checked_ids(params.stop_tokens, "stop_tokens", args.vocab_size))
+        if echo and params.logprobs:
+            params = replace(params, prompt_logprobs=True)
+        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", args.vocab_size))
         checked_ids(params.logit_bias, "logit_bias", self.tokenizer.n_words)
         ids = [checked_ids(prompt, name, args.vocab_size) for name, prompt in prompts.items()]
         limits = [answer_limit(n, len(i), limit, args) for n, i in zip(prompts, ids, strict=True)]
@@ -138,15 +140,23 @@ class Session:
                 limits[i],
                 draws,
                 index=i if shared else 0,
-                stop_tokens=stop_tokens,
+                stop_tokens=stop,
                 detokenizer=self._detokenizer(params, ids[i] if echo else ()) if is_text else None,
                 read_ahead=read_ahead,
             )
             for i, draws in enumerate(self._draws(len(ids), params.seed, seeds))
         ]
 
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, echo: bool = False
+    ) -> Request:
+        """Queue one prompt for whoever steps: `engine.advance()` in a loop, in any thread."""
+        (request,) = self._requests({"the prompt": prompt}, params, is_text=True, echo=echo)
+        self.engine.add([request])
+        return request
+
     def _detokenizer(self, params: SamplingParams, echoed: Sequence[int]) -> Detokenizer:
-        return Detokenizer(self.tokenizer, params.stop, echoed)
+        return Detokenizer(self.tokenizer, params.stop or (), echoed)
 
     def _draws(
         self, n: int, seed: int | None, seeds: Sequence[int] | None
@@ -208,7 +218,7 @@ class Session:
             )
             if self._check_ranks:
                 params = replace(requests[0].params, logits_processor=None)  # its repr is local
-                call = {"prompts": [r.prompt for r in requests], "params": params}
+                call = {"prompts": [r.prompt for r in requests], **vars(params)}
                 group, n_slots = get_model_parallel_group(), self.model.params.n_slots
                 held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
                 for row, length in enumerate(held):

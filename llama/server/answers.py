@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama.requests import Request
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import BaseTokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -20,7 +20,7 @@ class Answer:
     def __init__(
         self,
         requests: Sequence[Request],
-        tokenizer: Tokenizer,
+        tokenizer: BaseTokenizer,
         model: str,
         *,
         is_chat: bool,
