@@ -23,7 +23,7 @@ from llama.kv_cache import Segment
 from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request
-from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs
+from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs, top_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
@@ -208,7 +208,8 @@ class Engine:
         for request in list(requests):
             self._release(request)
             if request.reads_every_position:  # it starts again
-                del request.prompt_logprobs[1:], request.hidden_states[:]
+                del request.prompt_logprobs[1:], request.prompt_top_logprobs[1:]
+                del request.hidden_states[:]
             self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
@@ -282,6 +283,8 @@ class Engine:
             logits = self.model.output(h[: len(targets)]).float()
             values = token_logprobs(logits, torch.tensor(targets, device=h.device)).tolist()
             request.prompt_logprobs += values
+            if request.params.top_logprobs:
+                request.prompt_top_logprobs += top_logprobs(logits, request.params.top_logprobs)
             if not all(map(math.isfinite, values)):
                 self._fail([request], self._not_finite())
 
