@@ -23,7 +23,7 @@ from llama.kv_cache import Segment
 from llama.model import PREFILL_TOKENS, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request, chunk_len, draw_waits
-from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs
+from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs, top_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
@@ -180,11 +180,12 @@ class Engine:
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
-        for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
+        unpaused = (request for request in self.waiting if not request.is_paused)
+        for request in list(islice(unpaused, 4 * len(self.cache.rows))):
             if request.is_finished or self._is_running(request):  # after an interrupt
                 self.waiting.remove(request)
                 continue
-            if request.is_paused or self._shares_a_prefill(request):
+            if self._shares_a_prefill(request):
                 continue
             free = self._free_rows()
             if not free:
@@ -218,7 +219,8 @@ class Engine:
         """Take the rows of running requests, which are admitted again later."""
         for request in list(requests):
             if request.reads_every_position:  # it starts again
-                del request.prompt_logprobs[1:], request.hidden_states[:]
+                del request.prompt_logprobs[1:], request.prompt_top_logprobs[1:]
+                del request.hidden_states[:]
             self.waiting.appendleft(request)
             self._release(request)
 
@@ -296,6 +298,8 @@ class Engine:
             logits = self.model.output(h[: len(targets)]).float()
             values = token_logprobs(logits, torch.tensor(targets, device=h.device)).tolist()
             request.prompt_logprobs += values
+            if request.params.top_logprobs:
+                request.prompt_top_logprobs += top_logprobs(logits, request.params.top_logprobs)
             if not all(map(math.isfinite, values)):
                 self._fail([request], self._not_finite())
 

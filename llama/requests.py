@@ -12,7 +12,7 @@ import torch
 from llama.detokenizer import Detokenizer
 from llama.errors import require
 from llama.model import ModelArgs
-from llama.sampling import Draws, SamplingParams
+from llama.sampling import Draws, SamplingParams, top_logprobs
 
 FinishReason = Literal["stop", "length"]
 
@@ -37,6 +37,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=lambda: [0.0])  # position 0 has none
+    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=lambda: [{}])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     n_reused: int = 0  # tokens of the prompt that the cache held already
     finish_reason: FinishReason | None = None
@@ -79,9 +80,7 @@ class Request:
         if logprob is not None and self.params.logprobs:
             self.logprobs.append(logprob)
         if self.params.top_logprobs:
-            top = logits.log_softmax(-1).topk(min(self.params.top_logprobs, len(logits)))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            self.top_logprobs.append(dict(pairs))
+            self.top_logprobs += top_logprobs(logits[None], self.params.top_logprobs)
         if self.detokenizer is not None:
             self.detokenizer.push(token)
 
@@ -104,6 +103,9 @@ class Request:
 
 def _no_draws() -> Draws:
     raise AssertionError("the request has ended")
+
+    def all_top_logprobs(self, echo: bool) -> list[dict[int, float]]:
+        return self.prompt_top_logprobs * echo + self.top_logprobs
 
 
 def checked_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:

@@ -279,3 +279,11 @@ def _nucleus(probs: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log p(token) under float32 logits (..., n), for tokens (...)."""
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def top_logprobs(logits: torch.Tensor, n: int) -> list[dict[int, float]]:
+    """Log-probabilities of the n most likely tokens under each row of float32 logits (rows, m)."""
+    top = logits.topk(min(n, logits.shape[-1]))
+    values = top.values - logits.logsumexp(-1, keepdim=True)  # equal to those of token_logprobs
+    pairs = zip(top.indices.tolist(), values.tolist(), strict=True)
+    return [dict(zip(ids, row, strict=True)) for ids, row in pairs]
