@@ -125,13 +125,19 @@ class Llama(Session):
             given["sliding_window"] = sliding_window
         args = ModelArgs(**{**checkpoint.params, **given})
         tokenizer = load_tokenizer(checkpoint, tokenizer_path)
-        options = {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "compile": compile}
+        options = {
+            "kv_cache_dtype": kv_cache_dtype,
+            "quantize": quantize,
+            "compile": compile,
+            "seed": seed,
+            "check_ranks": check_ranks,
+        }
         runtime = groups.setup(
             device=device,
             dtype=dtype,
             model_parallel_size=model_parallel_size,
             timeout_s=timeout_s,
-            arguments={**vars(args), **options, "seed": seed, "check_ranks": check_ranks},
+            arguments={**vars(args), **options, "adapter": adapter is not None},
         )
         try:
             with ranks.waiting_to_load(runtime):
