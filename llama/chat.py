@@ -120,7 +120,7 @@ class Llama2Format(ChatFormat):
 
 
 class MistralFormat(Llama2Format):
-    """That of Mistral 7B v0.3, with [INST] and [/INST] as control tokens.
+    """The format of Mistral 7B v0.3, where [INST] and [/INST] are control tokens.
 
     A system message is part of the last user message.
     """
@@ -154,7 +154,6 @@ class Llama3Format(ChatFormat):
         *("<|begin_of_text|>", "<|end_of_text|>"),
         *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     )
-
     control = tags
 
     def encode(self, dialog: Dialog) -> list[int]:
@@ -235,7 +234,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.filters["tojson"] = _to_json
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -272,10 +272,6 @@ def render(template: Template, **variables: Any) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _to_json(value: Any, **options: Any) -> str:
@@ -334,14 +330,9 @@ def check_messages(dialog: Dialog, where: str) -> None:
     )
     require(len(dialog) > 0, f"{where} is empty: it needs at least a user's message")
     for i, message in enumerate(dialog):
-        at = f"message {i} of {where}"
         require(
-            isinstance(message, Mapping) and {"role", "content"} <= message.keys(),
-            f"{at} is {message!r:.80}: it must be a dict with 'role' and 'content'",
+            isinstance(message, Mapping)
+            and all(isinstance(message.get(key), str) for key in ("role", "content")),
+            f"message {i} of {where} is {message!r:.80}: it must be a dict whose 'role' and "
+            "'content' are strings",
         )
-        for key in ("role", "content"):
-            value = message[key]
-            require(
-                isinstance(value, str),
-                f"the {key} of {at} is a {type(value).__name__}: it must be a str",
-            )
