@@ -20,42 +20,50 @@ import torch
 import torch.nn.functional as F
 from loading import Peak
 
-from llama import engine as decoding
-from llama.checkpoints.load import load_model
-from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import load_model, open_checkpoint
 from llama.compile import compile_step
+from llama.engine import Engine
 from llama.model import ModelArgs
-from llama.parallel import groups as runtime
-from llama.prefix_cache import CacheRecord
-from llama.sampling import make_generator
+from llama.parallel import groups
+from llama.requests import Request
+from llama.sampling import Draws, SamplingParams
 
 
 class Ours:
-    """This library, from the folder to the loop that every call of `Llama` goes through."""
+    """This library, from the folder to the engine that every call of `Llama` is a client of."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        setup = runtime.setup(device=case["device"], dtype=case["dtype"])
+        setup = groups.setup(device=case["device"], dtype=case["dtype"])
         checkpoint = open_checkpoint(case["folder"])
         args = ModelArgs(
             **checkpoint.params, max_seq_len=case["max_seq_len"], max_batch_size=case["batch"]
         )
         self.model = load_model(args, checkpoint, setup, None, case["quantize"])
-        self.step = compile_step(self.model, verbose=False) if case["compile"] else None
-        self.how = decoding.Sampling(0, 1, make_generator(setup.device, 0))
+        self.engine = Engine(self.model, n_words=args.vocab_size, eos_ids=())
+        if case["compile"]:
+            self.engine.decode_step = compile_step(self.model, verbose=False)
 
     def run(
-        self, prompts: list[list[int]], gen_len: int, record: CacheRecord | None = None
-    ) -> Iterator[list[int | None]]:
-        rows = [decoding.Row(prompt, gen_len) for prompt in prompts]
-        return decoding.decode(
-            self.model,
-            CacheRecord() if record is None else record,
-            rows,
-            self.how,
-            n_words=self.model.vocab_size,
-            stop_tokens=frozenset(),
-            step=self.step,
-        )
+        self, prompts: list[list[int]], gen_len: int, *, keep_cache: bool = False
+    ) -> Iterator[list[int]]:
+        if not keep_cache:
+            self.engine.cache.forget()
+        requests = [greedy(prompt, gen_len) for prompt in prompts]
+        self.engine.add(requests)
+        for t in range(gen_len):
+            while any(len(request.tokens) <= t for request in requests):
+                self.engine.advance()
+            yield [request.tokens[t] for request in requests]
+
+
+def greedy(prompt: list[int], gen_len: int) -> Request:
+    """A request for exactly `gen_len` tokens."""
+    return Request(prompt, SamplingParams(temperature=0), gen_len, unused_draws)
+
+
+def unused_draws() -> Draws:
+    raise AssertionError("temperature 0 draws nothing")
 
 
 class Transformers:

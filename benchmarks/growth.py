@@ -26,7 +26,6 @@ from speed import cpu_name, machine_limits, random_prompts
 
 from llama.cli import run
 from llama.memory import usage
-from llama.prefix_cache import CacheRecord
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -58,10 +57,10 @@ class Costs:
         return max(reading, 2 * batch * products / self.limits["matrix_gflop_per_s"] / 1e6)
 
 
-def times_ms(engine: Ours, prompts: list[list[int]], record: CacheRecord | None = None) -> Any:
+def times_ms(engine: Ours, prompts: list[list[int]], *, keep_cache: bool = False) -> Any:
     """Milliseconds to the first token, and of each further one."""
     times = [time.perf_counter()]
-    for _ in engine.run(prompts, GEN_LEN, record):
+    for _ in engine.run(prompts, GEN_LEN, keep_cache=keep_cache):
         times.append(time.perf_counter())
     first, *rest = (1e3 * (b - a) for a, b in pairwise(times))
     return first, median(rest)
@@ -96,13 +95,14 @@ def over_batch(engine: Ours, folder: Path, costs: Costs) -> dict[str, list[float
 def over_turns(engine: Ours, folder: Path, costs: Costs) -> dict[str, list[float]]:
     """Milliseconds to the first token of each turn, and MB of the cache that are in use."""
     found: dict[str, list[float]] = {"reuse": [], "expected": [], "used_mb": []}
-    chats, record = random_prompts(folder, [FIRST_TURN]), CacheRecord()
+    chats, cache = random_prompts(folder, [FIRST_TURN]), engine.engine.cache
+    cache.forget()
     for turn in random_prompts(folder, [NEXT_TURN] * TURNS):
-        chat, held = chats[-1], len(record.tokens(0))
-        found["reuse"].append(times_ms(engine, [chat], record)[0])
+        chat, held = chats[-1], cache.longest(chats[-1])[0]
+        found["reuse"].append(times_ms(engine, [chat], keep_cache=True)[0])
         found["expected"].append(costs.ms(new=len(chat) - held, context=len(chat)))
-        found["used_mb"].append(usage(engine.model, record)["used_bytes"] / 1e6)
-        chats.append([*record.tokens(0), *turn])
+        found["used_mb"].append(usage(engine.model, cache.held_tokens)["used_bytes"] / 1e6)
+        chats.append([*max(cache.rows, key=len), *turn])
     found["anew"] = [times_ms(engine, [chat])[0] for chat in chats[:TURNS]]
     return found
 

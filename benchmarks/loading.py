@@ -24,7 +24,8 @@ from statistics import median
 import torch
 
 from llama import cli as terminal
-from llama.checkpoints.reader import DTYPES, load, open_checkpoint
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import load, open_checkpoint
 from llama.model import ModelArgs, Transformer
 from llama.parallel import groups as runtime
 

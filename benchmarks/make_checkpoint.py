@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoints.reader import DTYPES, parameters
+from llama.checkpoints.files import DTYPES
 from llama.cli import run
 from llama.model import ModelArgs
+from llama.parameters import parameters
 
 PARAMS = {
     "dim": 2048,

@@ -14,8 +14,10 @@ more than `GROWTH_BYTES`, if there are more threads or files, or if the answer i
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -28,6 +30,9 @@ import torch
 
 from llama import Llama, LlamaError
 from llama.cli import run
+from llama.generation import STORIES
+from llama.model import ModelArgs
+from llama.parameters import parameters
 
 GROWTH_BYTES = 16 * 2**20  # what the allocator may keep; an instance of the shipped model takes 14
 BATCH = 4
@@ -78,7 +83,7 @@ def be_mistaken(llama: Llama, rng: random.Random) -> None:
     """None of these can be answered."""
     calls: list[Callable[[], object]] = [
         lambda: llama.generate([[10**9]]),
-        lambda: llama.generate([[1]] * (BATCH + 1)),
+        lambda: llama.generate([[1], []]),
         lambda: llama.text_completion(["a" * 5000]),
         lambda: llama.text_completion(["\ud800"]),
         lambda: llama.chat_completion([[]]),
@@ -166,10 +171,56 @@ def soak(seconds: float, seed: int) -> tuple[list[str], dict[str, object]]:
     return wrong, facts
 
 
-def main(seconds: float = 600, seed: int = 0) -> None:
-    """Use an instance for so long, and report."""
+def growth_over_lengths(n_lengths: int, **options: object) -> tuple[float, float]:
+    """MB of memory that prompts of so many lengths add, and that are left after `close()`."""
+    args = ModelArgs(
+        dim=512, n_layers=2, n_heads=8, vocab_size=1024, hidden_dim=2048, norm_eps=1e-5
+    )
+    generator = torch.Generator().manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        write_random(Path(folder), args, generator)
+        gc.collect()
+        start = figures()["memory_bytes"]
+        llama = Llama.build(folder, max_seq_len=1664, max_batch_size=1, verbose=False, **options)
+        lengths = torch.linspace(33, 1632, n_lengths).int().tolist()
+        for length in (lengths[-1], lengths[0]):  # the largest buffers first
+            llama.generate([[1] * length], 1, 0)
+        before = figures()["memory_bytes"]
+        for length in lengths:
+            llama.reset()  # or each prompt would be a prefix of the next
+            llama.generate([[1] * length], 1, 0)
+        after = figures()["memory_bytes"]
+        llama.close()
+        del llama
+        left = figures()["memory_bytes"]
+    return (after - before) / 1e6, (left - start) / 1e6
+
+
+def write_random(folder: Path, args: ModelArgs, generator: torch.Generator) -> None:
+    """A checkpoint of this shape, with the shipped tokenizer."""
+    state = {
+        name: torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5
+        for name, p in parameters(args).items()
+    }
+    torch.save(state, folder / "consolidated.00.pth")
+    keys = ("dim", "n_layers", "n_heads", "vocab_size", "hidden_dim", "norm_eps")
+    (folder / "params.json").write_text(json.dumps({key: getattr(args, key) for key in keys}))
+    shutil.copy(STORIES / "tokenizer.model", folder)
+
+
+def main(seconds: float = 600, seed: int = 0, lengths: int = 100, limit_mb: float = 10) -> None:
+    """Use an instance for so long, then prompts of so many lengths in each width, and report."""
     torch.set_num_threads(1)
     wrong, facts = soak(seconds, seed)
+    for name, options in {
+        "float32": {},
+        "bfloat16": {"dtype": "bfloat16"},
+        "int8": {"quantize": "int8"},
+    }.items():
+        growth_mb, left_mb = growth_over_lengths(lengths, **options)
+        facts[f"{lengths} lengths in {name}"] = f"{growth_mb:+.1f} MB, {left_mb:+.1f} after close"
+        if growth_mb > limit_mb:
+            wrong.append(f"{lengths} prompt lengths in {name}: {growth_mb:+.1f} MB")
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if wrong:
         sys.exit("; ".join(wrong))

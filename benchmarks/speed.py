@@ -29,7 +29,8 @@ import speed_weights as weights
 import torch
 
 from llama import quantize as quant
-from llama.checkpoints.reader import DTYPES, open_checkpoint
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import open_checkpoint
 from llama.cli import run
 from llama.parallel.groups import resolve_device
 from llama.parallel.layers import linear

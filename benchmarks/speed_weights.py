@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from llama.checkpoints.convert import convert
-from llama.checkpoints.reader import DTYPES, open_checkpoint, parameters, require_split
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.load import open_checkpoint
 from llama.model import ModelArgs
+from llama.parameters import parameters, require_split
 
 _KEYS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 SHAPES = {

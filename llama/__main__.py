@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 
 from llama import repl
 from llama.checkpoints.convert import convert
-from llama.checkpoints.reader import DTYPES, find_checkpoint, problems
+from llama.checkpoints.load import describe, find_checkpoint, validation_errors
 from llama.cli import Command, run, with_model
 from llama.errors import LlamaError, checked_path
 from llama.generation import Llama
 from llama.memory import memory
-from llama.parameters import OUTPUT
-from llama.sizes import format_bytes
-
-FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized"}
+from llama.sampling import SamplingParams
 
 
 def inspect(folder: str) -> None:
@@ -26,52 +22,20 @@ def inspect(folder: str) -> None:
         folder: in Meta's or Hugging Face's layout.
     """
     checkpoint = find_checkpoint(checked_path(folder, "folder"))
-    args, tied, path = checkpoint.args, checkpoint.config.tied, checkpoint.path
-    stored = {k: p for k, p in checkpoint.parameters.items() if not (tied and k == OUTPUT)}
-    n_parameters = sum(math.prod(parameter.shape) for parameter in stored.values())
-    dtypes = {str(part.tensor.dtype) for parts in checkpoint.parts.values() for part in parts}
-    dtypes = dtypes if checkpoint.quantized is None else {checkpoint.quantized}
-    tokenizers = [name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
-    found = problems(checkpoint)
-    facts = {
-        "format": FORMATS[checkpoint.format],
-        "shards": f"{len(checkpoint.files)}, {checkpoint.files[0].suffix}",
-        "parameters": f"{n_parameters:,} in {len(stored)} tensors",
-        "dtype": ", ".join(sorted(dtypes)).replace("torch.", ""),
-        "layers": f"{args.n_layers} of dim {args.dim}, feed-forward {args.ffn_dim}",
-        "heads": f"{args.n_heads}, {args.kv_heads} key/value heads, {args.head_dim} wide",
-        "vocabulary": f"{args.vocab_size}" + ", output tied to the embedding" * tied,
-        "context": checkpoint.context or "not said",
-        "tokenizer": ", ".join(tokenizers) or "none in this folder",
-    }
-    facts |= {
-        f"as {name}": format_bytes(n_parameters * dtype.itemsize) for name, dtype in DTYPES.items()
-    }
-    facts["problems"] = len(found) or "none"
-    for key, value in facts.items():
+    errors = validation_errors(checkpoint)
+    for key, value in {**describe(checkpoint), "problems": str(len(errors) or "none")}.items():
         print(f"{key:12} {value}")
-    if found:
-        raise LlamaError("\n".join(found))
+    if errors:
+        raise LlamaError("\n".join(errors))
 
 
-def chat(
-    llama: Llama,
-    *,
-    system: str | None = None,
-    temperature: float = 0.6,
-    top_p: float = 0.9,
-    max_gen_len: int | None = None,
-) -> None:
+def chat(llama: Llama, params: SamplingParams, *, system: str | None = None) -> None:
     """Chat in the terminal.
 
     Args:
         system: a system message.
-        temperature: 0 always takes the most likely token.
-        top_p: sample from the smallest set of tokens whose cumulative probability exceeds it.
-        max_gen_len: new tokens of each answer; default: as many as the context has room for.
     """
-    options = {"temperature": temperature, "top_p": top_p, "max_gen_len": max_gen_len}
-    repl.chat(llama, system=system, options=options)
+    repl.chat(llama, params, system)
 
 
 COMMANDS: dict[str, Command] = {

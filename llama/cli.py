@@ -11,6 +11,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ import fire
 from llama.errors import LlamaError
 from llama.generation import STORIES, Llama
 from llama.memory import fitting_context
+from llama.sampling import SamplingParams
 
 Command: TypeAlias = Callable[..., None]
 
@@ -46,7 +48,7 @@ def run(command: Command | dict[str, Command], name: str | None = None) -> None:
         sys.stdout.flush()
     except LlamaError as error:
         if int(os.environ.get("RANK", 0)):
-            time.sleep(2)  # if rank 0 made the same mistake, the launcher ends this rank meanwhile
+            time.sleep(10)  # if rank 0 made the same mistake, the launcher ends this rank meanwhile
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)  # as after SIGINT
@@ -116,11 +118,12 @@ def help_text(command: Command | dict[str, Command], name: str, words: list[str]
     return "\n  ".join([f"usage: {' '.join([name, *required])} [options]\n\n{first}\n", *lines])
 
 
-def _doc(function: Command) -> tuple[str, dict[str, str]]:
-    """The first line of a docstring, and what its Args say of each."""
+def _doc(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The first line of a docstring, and what it says of each parameter."""
     text = inspect.getdoc(function) or ""
-    args = re.findall(r"^ +(\w+): (.*(?:\n {8,}.*)*)", text.partition("Args:\n")[2], re.MULTILINE)
-    return text.partition("\n")[0], {name: re.sub(r"\s+", " ", said) for name, said in args}
+    found = re.findall(r"^( *)(\w+(?:, \w+)*): (.*(?:\n\1 +.*)*)", text, re.MULTILINE)
+    texts = {n: re.sub(r"\s+", " ", said) for _, names, said in found for n in names.split(", ")}
+    return text.partition("\n")[0], texts
 
 
 def hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -149,27 +152,55 @@ def convert(name: str, hint: Any, text: str) -> Any:
 
 
 def with_model(command: Command, *, max_batch_size: int = 1) -> Command:
-    """`command`, with the options of `Llama.build` where its first parameter is a Llama.
+    """`command`, with options where its parameters `llama` and `params` are.
 
-    Without --max_seq_len the context is the model's own, as far as memory allows.
+    They are those of `Llama.build` and of `SamplingParams`. Without --max_seq_len the context is
+    the model's own, as far as memory allows.
     """
-    signature = partial(inspect.signature, eval_str=True)
-    own = list(signature(command).parameters.values())[1:]
-    build = [p.replace(kind=p.KEYWORD_ONLY) for p in signature(Llama.build).parameters.values()]
+    own = dict(inspect.signature(command, eval_str=True).parameters)
+    build = hints(Llama.build)
+    sampling = sampling_options() if own.pop("params", None) is not None else {}
+    del own["llama"]
 
     @wraps(command)
     def built(*args: Any, **options: Any) -> None:
-        arguments = {p.name: options.pop(p.name) for p in build if p.name in options}
+        arguments = {name: options.pop(name) for name in build if name in options}
         arguments["max_batch_size"] = arguments.get("max_batch_size") or max_batch_size
+        if sampling:
+            given = {name: options.pop(name) for name in sampling if name in options}
+            options["params"] = with_options(SamplingParams(), given)
         if arguments.get("max_seq_len") is None:
-            known = signature(fitting_context).parameters
-            facts = {name: value for name, value in arguments.items() if name in known}
-            folder = arguments.get("ckpt_dir") or STORIES
-            arguments["max_seq_len"] = fitting_context(folder, **facts)
+            facts = {name: v for name, v in arguments.items() if name in hints(fitting_context)}
+            arguments["max_seq_len"] = fitting_context(
+                arguments.get("ckpt_dir") or STORIES, **facts
+            )
         with Llama.build(**arguments) as llama:
             command(llama, *args, **options)
 
-    built.__signature__ = inspect.Signature([*own, *build])  # type: ignore[attr-defined]
-    args = (inspect.getdoc(Llama.build) or "").partition("Args:\n")[2]
-    built.__doc__ = f"{inspect.getdoc(command)}\n{args}"
+    defaults = vars(SamplingParams()) | {"stop": None}
+    defaults |= {p.name: p.default for p in inspect.signature(Llama.build).parameters.values()}
+    added = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint
+        )
+        for name, hint in (sampling | build).items()
+    ]
+    built.__signature__ = inspect.Signature([*own.values(), *added])  # type: ignore[attr-defined]
+    documents = [command, SamplingParams, Llama.build] if sampling else [command, Llama.build]
+    built.__doc__ = "\n".join(inspect.getdoc(document) or "" for document in documents)
     return built
+
+
+def sampling_options() -> dict[str, Any]:
+    """The fields of `SamplingParams` that have a place on a command line, and their types."""
+    fields = {name: hint for name, hint in hints(SamplingParams).items() if name != "seed"}
+    numbers = {float, int, int | None}
+    options = {n: hint for n, hint in fields.items() if hint in numbers and "logprobs" not in n}
+    return {**options, "stop": str | None}
+
+
+def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    """`params` with some of the `sampling_options`."""
+    if "stop" in options:
+        options = options | {"stop": [options["stop"]] if options["stop"] else []}
+    return replace(params, **options)

@@ -18,10 +18,11 @@ from itertools import islice
 import torch
 
 from llama.errors import LlamaError
-from llama.model import PREFILL_TOKENS, ModelArgs, Segment, Transformer
+from llama.kv_cache import Segment
+from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request
-from llama.sampling import NOT_FINITE, sample, token_logprobs
+from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
@@ -59,6 +60,12 @@ class Engine:
     def cancel(self, requests: Iterable[Request]) -> None:
         """Give up requests; takes no lock, since a finalizer may call it inside a step."""
         self._cancelled.extend(request for request in requests if not request.is_finished)
+
+    @property
+    def has_work(self) -> bool:
+        """Would a step do anything?"""
+        held = any(not request.is_paused for request in [*self.running.values(), *self.waiting])
+        return held or bool(self._added or self._cancelled)
 
     def advance(self) -> None:
         """Make one step, or wait for the end of the one that another thread makes."""
@@ -121,7 +128,8 @@ class Engine:
             self.cache.written()
             read = [i for i, request in enumerate(requests) if self._is_read(request)]
             if read:
-                self._sample([requests[i] for i in read], logits[read])
+                rows = logits if len(read) == len(requests) else logits[read]
+                self._sample([requests[i] for i in read], rows)
         except Exception as error:
             self._fail(requests, error)
 
@@ -139,28 +147,36 @@ class Engine:
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests."""
-        if not self.waiting and not self.cache.was_written_elsewhere():
+        """Give rows to waiting requests: free ones, or those of streams that nobody reads."""
+        has_row = len(self.running) < len(self.cache.rows) or any(
+            request.is_paused for request in self.running.values()
+        )
+        may_admit = bool(self.waiting) and has_row
+        if not may_admit and not self.cache.was_written_elsewhere():
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
-        n_rows = len(self.cache.rows)
-        for request in list(islice(self.waiting, 4 * n_rows)):
-            free = [row for row in range(n_rows) if row not in self.running]
+        for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
             if request.is_paused or self._shares_a_prefill(request):
                 continue
-            paused = [r for r in self.running.values() if r.is_paused]
-            if not free and paused:
-                evicted = min(paused, key=lambda r: r.paused_at)
-                free = [row for row, r in self.running.items() if r is evicted]
-                self.preempt([evicted])
+            free = self._free_rows()
             if not free:
                 break
             self.waiting.remove(request)
             reuse = not request.reads_every_position
-            request.row, start = self.cache.assign(request.ids, free, reuse=reuse)
-            request.n_reused = request.n_reused or min(start, len(request.prompt))
+            request.row, start_pos = self.cache.assign(request.ids, free, reuse=reuse)
+            request.n_reused = request.n_reused or min(start_pos, len(request.prompt))
             self.running[request.row] = request
+
+    def _free_rows(self) -> list[int]:
+        """The rows without a request; if there are none, that of the longest-paused stream."""
+        free = [row for row in range(len(self.cache.rows)) if row not in self.running]
+        paused = [request for request in self.running.values() if request.is_paused]
+        if not free and paused:
+            evicted = min(paused, key=lambda request: request.paused_at)
+            free = [evicted.row or 0]
+            self.preempt([evicted])
+        return free
 
     def _shares_a_prefill(self, request: Request) -> bool:
         """Will a prompt that is being read soon spare this one a pass over a common prefix?"""
@@ -230,7 +246,7 @@ class Engine:
         chunks = [r.ids[s.start_pos : s.end] for r, s in zip(requests, segments, strict=True)]
         tokens = [token for chunk in chunks for token in chunk]
         self.passes.append(("prefill", len(tokens)))
-        context = model.segment_context(segments, device)
+        context = model.segment_context(segments)
         h = model.hidden_states(torch.tensor([tokens], device=device), context)[0]
         pieces = h.split([len(chunk) for chunk in chunks])
         for request, segment, chunk, piece in zip(requests, segments, chunks, pieces, strict=True):
@@ -283,37 +299,44 @@ class Engine:
         )[:, -1]
         for row, request in by_row.items():
             self.cache.rows[row].append(request.newest)
-        return logits[[row - first for row in by_row]]
+        in_batch = [row - first for row in by_row]
+        return logits if in_batch == list(range(len(logits))) else logits[in_batch]
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request from logits (len(requests), vocab_size)."""
         logits = logits[:, : self.n_words]
-        drawing, rows, shaped = [], [], []
-        for i, request in enumerate(requests):
-            if request.limit == 0:
-                self._finish(request, "length")
-                continue
-            try:
-                shaped.append(request.reshape(logits[i]))
-            except Exception as error:  # a processor's: it ends this request alone
-                self._fail([request], error)
-                continue
-            drawing.append(request)
-            rows.append(i)
+        reshaped = self._reshape(requests, logits)
+        drawing = [request for request in requests if not request.is_finished]
         if not drawing:
             return
-        raw = logits[rows]
+        if len(drawing) < len(requests):
+            rows = [i for i, request in enumerate(requests) if not request.is_finished]
+            logits, reshaped = logits[rows], reshaped[rows]
         params = [request.params for request in drawing]
-        tokens = sample(torch.stack(shaped), params, _waits(drawing, raw))
-        tokens = torch.where(raw.amin(-1).isfinite(), tokens, NOT_FINITE)
+        tokens = sample(reshaped, params, _waits(drawing, logits))
+        tokens = torch.where(logits.amin(-1).isfinite(), tokens, NOT_FINITE)
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)
         ids = tokens.tolist()  # the only host sync per step
         values: Sequence[float | None] = [None] * len(ids)
         if any(p.logprobs for p in params):
-            values = token_logprobs(raw, tokens.clamp_min(0)).tolist()
-        for request, id, value, row in zip(drawing, ids, values, raw, strict=True):
+            values = token_logprobs(logits, tokens.clamp_min(0)).tolist()
+        for request, id, value, row in zip(drawing, ids, values, logits, strict=True):
             self._advance(request, id, value, row)
+
+    def _reshape(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """The logits after each request's penalties and processor; ends those that cannot draw."""
+        if any(request.params.reshapes for request in requests):
+            logits = logits.clone()
+        for request, row in zip(requests, logits, strict=True):
+            if request.limit == 0:
+                self._finish(request, "length")
+            elif request.params.reshapes:
+                try:
+                    row.copy_(reshape_logits(request.params, request.prompt, request.tokens, row))
+                except Exception as error:  # a processor's: it ends this request alone
+                    self._fail([request], error)
+        return logits
 
     def _advance(
         self, request: Request, token: int, logprob: float | None, logits: torch.Tensor

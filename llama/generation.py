@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
-from operator import index
 from pathlib import Path
 
 import torch
@@ -28,8 +26,7 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     Message,
     Role,
 )
-from llama.checkpoints.load import load_model, load_tokenizer
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import load_model, load_tokenizer, open_checkpoint
 from llama.compile import compile_step
 from llama.engine import Request
 from llama.errors import checked_path, require
@@ -170,19 +167,12 @@ class Llama(Session):
 
         Returns the answers' ids, and their logprobs or None.
         """
-        seeds = None if seed is None or isinstance(seed, int) else list(seed)
-        params = _sampling(
-            params,
-            temperature,
-            top_p,
-            max_gen_len,
-            seed if isinstance(seed, int) else None,
-            logprobs=logprobs,
-            echo=echo,
-            stop_tokens=stop_tokens,
+        seed, seeds = (None, seed) if isinstance(seed, Sequence) else (seed, None)
+        params = params or SamplingParams(
+            temperature, top_p, max_gen_len, seed, None, stop_tokens, logprobs
         )
         # The bounds are checked here, before any work.
-        requests = self._requests(_named("prompt", prompt_tokens), params, seeds=seeds)
+        requests = self._requests(_named("prompt", prompt_tokens), params, seeds=seeds, echo=echo)
         with self._serving(requests) as show_progress:
             while not all(request.is_finished for request in requests):
                 self.engine.advance()  # one step: prefill or decode, sample, advance start_pos
@@ -207,14 +197,8 @@ class Llama(Session):
         None stands for an answer that has ended; EOS and stop tokens are not yielded. The
         iterator's return value tells why each answer ended.
         """
-        params = _sampling(
-            params,
-            temperature,
-            top_p,
-            max_gen_len,
-            seed,
-            logprobs=logprobs,
-            stop_tokens=stop_tokens,
+        params = params or SamplingParams(
+            temperature, top_p, max_gen_len, seed, None, stop_tokens, logprobs
         )
         return self._stream(self._requests(_named("prompt", prompt_tokens), params, streams=True))
 
@@ -244,8 +228,8 @@ class Llama(Session):
         params: SamplingParams | None = None,
     ) -> list[CompletionPrediction]:
         """Continue texts, any number of them."""
-        params = _sampling(
-            params, temperature, top_p, max_gen_len, seed, logprobs=logprobs, echo=echo, stop=stop
+        params = params or SamplingParams(
+            temperature, top_p, max_gen_len, seed, stop, logprobs=logprobs
         )
         require(not isinstance(prompts, str), f"prompts is {prompts!r:.80}: pass a list of texts")
         named = {
@@ -272,8 +256,8 @@ class Llama(Session):
         A dialog with a tag of the chat format in a message is answered with UNSAFE_ERROR, unless
         `allow_tags`.
         """
-        params = _sampling(
-            params, temperature, top_p, max_gen_len, seed, logprobs=logprobs, stop=stop
+        params = params or SamplingParams(
+            temperature, top_p, max_gen_len, seed, stop, logprobs=logprobs
         )
         require(len(dialogs) > 0, "there are no dialogs: pass at least one list of messages")
         named = {
@@ -306,7 +290,7 @@ class Llama(Session):
         Concatenated, the pieces equal the generated text. The iterator's return value is the
         prediction.
         """
-        params = _sampling(params, temperature, top_p, max_gen_len, seed, stop=stop)
+        params = params or SamplingParams(temperature, top_p, max_gen_len, seed, stop)
         return self._stream_text("the prompt", self.tokenizer.encode(prompt, bos=True), params)
 
     def stream_chat(
@@ -322,7 +306,7 @@ class Llama(Session):
         params: SamplingParams | None = None,
     ) -> Generator[str, None, CompletionPrediction]:
         """As `chat_completion` for one dialog, yielding text as soon as it is final."""
-        params = _sampling(params, temperature, top_p, max_gen_len, seed, stop=stop)
+        params = params or SamplingParams(temperature, top_p, max_gen_len, seed, stop)
         if not self._is_safe(dialog, 0, allow_tags):
             return _stream_refusal()
         return self._stream_text("the dialog", self.chat_format.encode(dialog), params)
@@ -342,7 +326,7 @@ class Llama(Session):
 
         if self._runtime is None or self._runtime.replicas == 1:
             return answer(requests)
-        call = {"prompts": list(prompts.values()), "params": params}
+        call = {"prompts": list(prompts.values()), **vars(params)}
         return ranks.run_data_parallel(self._runtime, requests, call, answer)
 
     def _stream(
@@ -388,44 +372,11 @@ class Llama(Session):
         return allow_tags or not self.chat_format.has_tags(dialog)
 
 
-def _size(size: int | None, name: str, default: int) -> int:
-    size = default if size is None else index(size)
-    require(size >= 1, f"{name} {size}: it must be an integer above 0")
-    return size
-
-
 def _named(what: str, prompts: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
     require(
         not isinstance(prompts, str), f"the prompts are {prompts!r:.80}: pass lists of token ids"
     )
     return {f"{what} {i}": prompt for i, prompt in enumerate(prompts)}
-
-
-def _sampling(
-    params: SamplingParams | None,
-    temperature: float,
-    top_p: float,
-    max_gen_len: int | None,
-    seed: int | None,
-    *,
-    logprobs: bool = False,
-    echo: bool = False,
-    stop: Sequence[str] | None = None,
-    stop_tokens: Sequence[int] | None = None,
-) -> SamplingParams:
-    """`params`, or those that a call's own arguments make."""
-    if params is not None:
-        return replace(params, prompt_logprobs=params.logprobs and echo)
-    return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        max_gen_len=max_gen_len,
-        seed=seed,
-        stop=() if stop is None else stop,
-        stop_tokens=() if stop_tokens is None else stop_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=logprobs and echo,
-    )
 
 
 def _stream_refusal() -> Generator[str, None, CompletionPrediction]:

@@ -6,6 +6,8 @@ p % n_slots. Without an attention window there are `max_seq_len` slots and the r
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from llama.errors import require
@@ -55,6 +57,18 @@ def visible(
     if window is not None:
         seen &= key > query - window
     return seen
+
+
+class Segment(NamedTuple):
+    """New tokens of one cache row, in a pass that packs several rows."""
+
+    row: int
+    start_pos: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start_pos + self.length
 
 
 def is_causal(end: int, n_slots: int, window: int | None) -> bool:

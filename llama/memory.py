@@ -13,7 +13,7 @@ import torch
 
 from llama import kv_cache, sizes
 from llama.checkpoints.config import CONTEXT
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import open_checkpoint
 from llama.device import available_bytes, resolve_device, resolve_dtype
 from llama.errors import LlamaError, checked_path, require
 from llama.model import ModelArgs

@@ -8,11 +8,10 @@ Letters in shapes: bsz rows, seqlen new tokens in each, kv_len cache slots that 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from llama import kv_cache
 from llama.errors import LlamaError, require
+from llama.kv_cache import Segment
 from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 PREFILL_TOKENS = 2048  # of one pass, if prefill_chunk is not set: bounds activations
@@ -49,6 +49,9 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or self.dim // self.n_heads
+        for name in ("max_seq_len", "max_batch_size"):
+            size = getattr(self, name)
+            require(1 <= size < 2**63, f"{name} {size!r:.80}: it must be an integer above 0")
         kv_cache.check_window(self.max_seq_len, self.sliding_window, self.prefill_chunk)
 
     @property
@@ -159,33 +162,23 @@ def repeat_kv(x: torch.Tensor, n_rep: int) -> torch.Tensor:
     return x.repeat_interleave(n_rep, dim=2) if n_rep > 1 else x
 
 
-class Segment(NamedTuple):
-    """New tokens of one cache row, packed behind those of other rows."""
-
-    row: int
-    start_pos: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start_pos + self.length
-
-
 @dataclass
 class ForwardContext:
-    """What every layer needs to know about one forward pass, computed once for all of them."""
+    """What every layer needs to know about one forward pass, computed once for all of them.
+
+    A pass has either one new token in each of several rows, or packed segments, (1, n_tokens).
+    """
 
     cos: torch.Tensor  # (bsz, seqlen, 1, head_dim / 2), float32
     sin: torch.Tensor
-    rows: torch.Tensor  # (bsz, 1) or (1, seqlen): the cache row of each token
-    slots: torch.Tensor  # (bsz, seqlen): where the new keys and values go
-    kv_len: int  # cache slots that attention reads
-    active: torch.Tensor | None = None  # (bsz, 1): the rows that may be written
-    # One of the two: rows of a batch with a mask for all, or segments with a mask for each.
-    read_rows: slice | torch.Tensor | None = None
-    bias: torch.Tensor | None = None  # (bsz, 1, seqlen, kv_len): 0 where a key is seen, else -inf
+    rows: torch.Tensor  # (bsz, 1) or (1, n_tokens): the cache row of each token
+    slots: torch.Tensor  # (bsz, 1) or (1, n_tokens): where the new keys and values go
     segments: Sequence[Segment] = ()
-    masks: Sequence[torch.Tensor | None] = ()  # None: causal from position 0
+    masks: Sequence[torch.Tensor | None] = ()  # of each segment; None: causal from position 0
+    read_rows: slice | torch.Tensor | None = None  # the same rows, as an index of the cache
+    kv_len: int = 0  # cache slots that attention reads
+    bias: torch.Tensor | None = None  # (bsz, 1, 1, kv_len): 0 where a key is seen, else -inf
+    active: torch.Tensor | None = None  # (bsz, 1): the rows that may be written
 
 
 class Attention(nn.Module):
@@ -243,22 +236,15 @@ class Attention(nn.Module):
         return self.wo(y.reshape(bsz, seqlen, -1))
 
     def _attend(self, xq: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Queries (bsz, seqlen, n_local_heads, head_dim) over the rows of a batch."""
-        bsz, seqlen = xq.shape[:2]
+        """Queries (bsz, 1, n_local_heads, head_dim), each over its own row."""
         assert context.read_rows is not None
         where = context.read_rows, context.kv_len, xq.dtype
         keys = kv_cache.read(self.cache_k, self.scale_k, *where)
         values = kv_cache.read(self.cache_v, self.scale_v, *where)
-        if seqlen == 1:
-            # The n_rep queries that share a key head become n_rep positions of one head: the
-            # cached heads are not copied.
-            xq = xq.view(bsz, self.n_local_kv_heads, self.n_rep, self.head_dim)
-            return F.scaled_dot_product_attention(xq, keys, values, attn_mask=context.bias)
-        xq = xq.transpose(1, 2)
-        y = F.scaled_dot_product_attention(
-            xq, keys, values, attn_mask=context.bias, enable_gqa=self.n_rep > 1
-        )
-        return y.transpose(1, 2)
+        # The n_rep queries that share a key head become n_rep positions of one head: the cached
+        # heads are not copied.
+        xq = xq.view(len(xq), self.n_local_kv_heads, self.n_rep, self.head_dim)
+        return F.scaled_dot_product_attention(xq, keys, values, attn_mask=context.bias)
 
     def _attend_segments(self, xq: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries (1, n_tokens, n_local_heads, head_dim), each segment over its own row."""
@@ -395,10 +381,10 @@ class Transformer(nn.Module):
             start_pos: the position of each row's first token, an int or a tensor (bsz,).
             first_row: row i of the batch is row first_row + i of the cache. A tensor of one
                 number is for a batch of one row, whose place is then no constant of a graph.
-            active: bool (bsz,); the cache rows of the others stay as they are, bit by bit, and
-                their logits mean nothing.
-            kv_len: how many cache slots attention reads, at least all that are filled. None: as
-                many as an int `start_pos` needs, else all.
+            active: bool (bsz,), for one token in each row; the cache rows of the others stay as
+                they are, bit by bit, and their logits mean nothing.
+            kv_len: how many cache slots attention reads for one token in each row, at least all
+                that are filled. None: as many as an int `start_pos` needs, else all.
             only_last: logits of each row's last token alone, (bsz, 1, vocab_size) instead of
                 (bsz, seqlen, vocab_size).
 
@@ -407,14 +393,14 @@ class Transformer(nn.Module):
         """
         bsz, seqlen = tokens.shape
         self._check_room(bsz, seqlen, start_pos)
-        if seqlen > 1 and isinstance(start_pos, int) and isinstance(first_row, int):
-            segments = [Segment(first_row + i, start_pos, seqlen) for i in range(bsz)]
+        if seqlen > 1:
+            starts = [start_pos] * bsz if isinstance(start_pos, int) else start_pos.tolist()
+            segments = [Segment(int(first_row) + i, p, seqlen) for i, p in enumerate(starts)]
             logits = self.prefill(tokens.reshape(-1), segments, only_last=only_last)
             return logits.view(bsz, -1, logits.shape[-1])
-        context = self._batch_context(bsz, seqlen, start_pos, first_row, kv_len)
+        context = self._decode_context(bsz, start_pos, first_row, kv_len)
         context.active = None if active is None else active[:, None]
-        h = self.hidden_states(tokens, context)
-        return self.output(h[:, -1:] if only_last else h).float()
+        return self.output(self.hidden_states(tokens, context)).float()
 
     def prefill(
         self, tokens: torch.Tensor, segments: Sequence[Segment], *, only_last: bool = False
@@ -424,10 +410,9 @@ class Transformer(nn.Module):
         Returns float32 logits (n_tokens, vocab_size), or with `only_last` (len(segments),
         vocab_size), of each segment's last token. Positions must fit the cache.
         """
-        h = self.hidden_states(tokens[None], self.segment_context(segments, tokens.device))[0]
+        h = self.hidden_states(tokens[None], self.segment_context(segments))[0]
         if only_last:
-            ends = list(itertools.accumulate(segment.length for segment in segments))
-            h = h[[end - 1 for end in ends]]
+            h = torch.stack([piece[-1] for piece in h.split([s.length for s in segments])])
         return self.output(h).float()
 
     def hidden_states(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -440,62 +425,54 @@ class Transformer(nn.Module):
 
     # Attention takes the cheapest form that equals the mask rule, `kv_cache.visible`.
 
-    def _batch_context(
+    def _decode_context(
         self,
         bsz: int,
-        seqlen: int,
         start_pos: int | torch.Tensor,
         first_row: int | torch.Tensor,
         kv_len: int | None,
     ) -> ForwardContext:
         args, device = self.params, self.rope_freqs.device
-        positions = torch.arange(seqlen, device=device).expand(bsz, seqlen)
-        unmasked = False
+        bias = None
         if isinstance(start_pos, int):
-            positions, end = positions + start_pos, start_pos + seqlen
+            positions = torch.full((bsz, 1), start_pos, dtype=torch.int64, device=device)
+            end = start_pos + 1
             kv_len = min(end, args.n_slots) if kv_len is None else kv_len
-            # One new token in each row, which sees every slot that is read.
-            causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window)
-            unmasked = seqlen == 1 and kv_len == end and causal
         else:
-            positions = positions + start_pos[:, None]
+            positions, end = start_pos[:, None], 0
             kv_len = args.n_slots if kv_len is None else kv_len
-        bias = None if unmasked else self._bias(positions, kv_len)[:, None]
+        # Rows of one length see every slot that is read.
+        if kv_len != end or not kv_cache.is_causal(end, args.n_slots, args.sliding_window):
+            bias = self._bias(positions, kv_len)[:, None]
         rows = torch.arange(bsz, device=device)[:, None] + first_row
-        cos, sin = self._rotation(positions)
+        slots = kv_cache.slot_index(positions, args.n_slots)
         read_rows = slice(first_row, first_row + bsz) if isinstance(first_row, int) else rows[:, 0]
-        slots = kv_cache.slot_index(positions, args.n_slots)
-        return ForwardContext(cos, sin, rows, slots, kv_len, read_rows=read_rows, bias=bias)
-
-    def segment_context(
-        self, segments: Sequence[Segment], device: torch.device | None = None
-    ) -> ForwardContext:
-        """The context of a pass over packed segments."""
-        args = self.params
-        positions = torch.cat([torch.arange(s.start_pos, s.end, device=device) for s in segments])[
-            None
-        ]
-        rows = torch.tensor([s.row for s in segments for _ in range(s.length)], device=device)[None]
         cos, sin = self._rotation(positions)
-        slots = kv_cache.slot_index(positions, args.n_slots)
-        masks = [self._segment_mask(segment, device) for segment in segments]
-        return ForwardContext(cos, sin, rows, slots, args.n_slots, segments=segments, masks=masks)
+        return ForwardContext(cos, sin, rows, slots, read_rows=read_rows, kv_len=kv_len, bias=bias)
 
-    def _segment_mask(self, segment: Segment, device: torch.device | None) -> torch.Tensor | None:
+    def segment_context(self, segments: Sequence[Segment]) -> ForwardContext:
+        """The context of a pass over packed segments."""
+        device = self.rope_freqs.device
+        # A row for each token, then its position.
+        places = [(s.row, position) for s in segments for position in range(s.start_pos, s.end)]
+        rows, positions = torch.tensor(places, device=device).T[:, None]
+        cos, sin = self._rotation(positions)
+        slots = kv_cache.slot_index(positions, self.params.n_slots)
+        masks = [self._segment_mask(segment) for segment in segments]
+        return ForwardContext(cos, sin, rows, slots, segments=segments, masks=masks)
+
+    def _segment_mask(self, segment: Segment) -> torch.Tensor | None:
         args, kv_len = self.params, min(segment.end, self.params.n_slots)
-        if kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window):
-            if segment.start_pos == 0:
-                return None
-            return causal_lower_right(segment.length, kv_len)
-        positions = torch.arange(segment.start_pos, segment.end, device=device)[None]
-        return self._bias(positions, kv_len)
+        if not kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window):
+            positions = torch.arange(segment.start_pos, segment.end, device=self.rope_freqs.device)
+            return self._bias(positions[None], kv_len)
+        return causal_lower_right(segment.length, kv_len) if segment.start_pos else None
 
     def _bias(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
         """The mask rule as 0 where a key is seen and -inf elsewhere, (bsz, seqlen, kv_len)."""
         args = self.params
         seen = kv_cache.visible(positions, args.n_slots, kv_len, args.sliding_window)
-        bias = torch.zeros(seen.shape, dtype=self.norm.weight.dtype, device=seen.device)
-        return bias.masked_fill_(~seen, float("-inf"))
+        return torch.zeros_like(seen, dtype=self.norm.weight.dtype).masked_fill_(~seen, -math.inf)
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[..., None, None] * self.rope_freqs
@@ -509,11 +486,10 @@ class Transformer(nn.Module):
                 f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
                 "pass fewer, or build with a larger max_batch_size"
             )
-        if isinstance(start_pos, torch.Tensor):
-            return
-        end = start_pos + seqlen
-        if start_pos < 0 or (end > args.n_slots and seqlen > args.longest_chunk):
+        if isinstance(start_pos, int) and (
+            start_pos < 0 or (start_pos + seqlen > args.n_slots and seqlen > args.longest_chunk)
+        ):
             raise LlamaError(
-                f"positions {start_pos} to {end - 1}, and the cache has {args.n_slots} slots: "
-                "pass fewer tokens, or build with a larger max_seq_len"
+                f"positions {start_pos} to {start_pos + seqlen - 1}, and the cache has "
+                f"{args.n_slots} slots: pass fewer tokens, or build with a larger max_seq_len"
             )

@@ -1,4 +1,4 @@
-"""The table of parameters: name, shape, split axis, and the name in a Hugging Face folder."""
+"""The table of parameters: name, shape, split axis, and the name in other formats."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from llama.errors import require
 from llama.model import ModelArgs
 
-# The shape of the whole, the axis that ranks and Meta's shards split (None: each has it whole), and
-# the name in a Hugging Face folder. A layer's names have `layers.N.` or `model.layers.N.` in front.
+# The full shape, the axis that ranks and Meta's shards split (None: each has all of it), and the
+# name in a Hugging Face folder. A layer's names begin with `layers.N.` or `model.layers.N.`.
 _OF_THE_MODEL = {
     "tok_embeddings.weight": (("vocab", "dim"), 1, "model.embed_tokens.weight"),
     "norm.weight": (("dim",), None, "model.norm.weight"),
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
     rotary: bool  # Hugging Face permutes its rows
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """Of each rank's part."""
+        """The shape of each rank's part."""
         return tuple(n // ranks if i == self.axis else n for i, n in enumerate(self.shape))
 
 
@@ -57,16 +57,11 @@ def parameters(args: ModelArgs) -> dict[str, Parameter]:
     }
 
 
-def hf_name(name: str) -> str:
-    """The name of a parameter outside the layers in a Hugging Face folder."""
-    return _OF_THE_MODEL[name][2]
-
-
 def permute_heads(rows: torch.Tensor, a: int, b: int) -> torch.Tensor:
     """View the rows of each head, an a x b table, as b x a: (heads, b, a, in_features).
 
-    Meta keeps the two dimensions of a rotary pair side by side, Hugging Face half a head apart: its
-    head is a table of 2 x head_dim / 2, and Meta's one of head_dim / 2 x 2.
+    Meta stores the two dimensions of a rotary pair next to each other, Hugging Face half a head
+    apart: its head is a table of 2 x head_dim / 2, Meta's one of head_dim / 2 x 2.
     """
     return rows.unflatten(0, (-1, a, b)).transpose(1, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -58,10 +59,8 @@ class PrefixCache:
         A row whose ring has wrapped has lost its beginning, and can only be continued.
         """
         held = self.rows[row]
-        n = common_prefix(held, ids)
-        if len(held) > self.model.params.n_slots and n < len(held):
-            return 0
-        return min(n, len(ids) - 1)
+        n = min(common_prefix(held, ids), len(ids) - 1)
+        return 0 if len(held) > self.model.params.n_slots and n < len(held) else n
 
     def longest(self, ids: Sequence[int]) -> tuple[int, int]:
         """The longest prefix of `ids` that any row holds, and that row."""
@@ -234,7 +233,8 @@ class PrefixCache:
         layout = {}
         for name in [name for name in tensors if name.endswith(".tokens")]:
             row, ids = name.removesuffix(".tokens"), tensors[name]
-            valid = ids.dtype == torch.int64 and ids.ndim == 1 and row.isdecimal() and len(row) < 5
+            valid = ids.dtype == torch.int64 and ids.ndim == 1
+            valid &= re.fullmatch("0|[1-9][0-9]{0,3}", row) is not None
             require(valid and bool(((ids >= 0) & (ids < args.vocab_size)).all()), damaged)
             held = min(len(ids), args.n_slots)
             require(

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llama.errors import LlamaError, require, shown
+from llama.errors import LlamaError, require
 
 KINDS = ("int8", "int4")
 PARTS = ("values", "scales")  # names in a file, behind the parameter's
@@ -49,7 +49,7 @@ def check_kind(kind: str | None) -> None:
     """Refuse what is not known."""
     require(
         kind is None or (isinstance(kind, str) and kind in KINDS),
-        f"quantize {shown(kind)}: it must be one of {', '.join(KINDS)}, or None",
+        f"quantize {kind!r:.80}: it must be one of {', '.join(KINDS)}, or None",
     )
 
 

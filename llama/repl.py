@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from llama.chat import UNSAFE_ERROR, Message
-from llama.cli import convert, hints
+from llama.cli import convert, sampling_options, with_options
 from llama.errors import LlamaError
 from llama.generation import Llama
 from llama.parallel.ranks import read_on_rank_0
+from llama.sampling import SamplingParams
 
 HELP = """\
 /reset          start a new dialog           /undo       remove the last exchange
@@ -32,14 +33,14 @@ ROOM = 4  # old turns go until this fraction of the context is free for the answ
 
 
 class Chat:
-    """A dialog with `llama`, and the options of its answers.
+    """A dialog with `llama`, and how its answers are sampled.
 
     Each method named after a command takes the rest of the line and returns what to show.
     """
 
-    def __init__(self, llama: Llama, system: str | None, options: dict[str, Any]) -> None:
+    def __init__(self, llama: Llama, params: SamplingParams, system: str | None) -> None:
         self.llama = llama
-        self.options = options
+        self.params = params
         self.dialog: list[Message] = []
         self.stats_line = "no answer yet"
         if system:
@@ -100,10 +101,11 @@ class Chat:
 
     def set(self, words: str) -> str:
         name, _, value = words.partition(" ")
-        if name not in self.options:
-            return "\n".join(f"{name} {value}" for name, value in self.options.items())
-        self.options[name] = convert(name, hints(Llama.stream_chat)[name], value)
-        return f"{name} is {self.options[name]}."
+        options = sampling_options()
+        if name not in options:
+            return "\n".join(f"{name} {getattr(self.params, name)}" for name in options)
+        self.params = with_options(self.params, {name: convert(name, options[name], value)})
+        return f"{name} is {getattr(self.params, name)}."
 
     def stats(self, _: str) -> str:
         return self.stats_line
@@ -115,7 +117,7 @@ class Chat:
         """Stream the answer to the last message; False if it was refused for its tags."""
         self._make_room()
         start, first, content, note = time.monotonic(), 0.0, "", ""
-        stream = self.llama.stream_chat(self.dialog, **self.options)
+        stream = self.llama.stream_chat(self.dialog, params=self.params)
         try:
             while True:
                 piece = next(stream)
@@ -171,9 +173,9 @@ def _read_json(file: str) -> Any:
 COMMANDS = ("reset", "system", "undo", "retry", "save", "load", "set", "stats", "help")
 
 
-def chat(llama: Llama, *, system: str | None, options: dict[str, Any]) -> None:
+def chat(llama: Llama, params: SamplingParams, system: str | None) -> None:
     """Read lines and answer them until the input ends."""
-    talk = Chat(llama, system, options)
+    talk = Chat(llama, params, system)
     if sys.stdin.isatty():
         talk.show("/help lists the commands, Ctrl-D ends.")
     read = line_reader()

@@ -12,7 +12,7 @@ import torch
 from llama.detokenizer import Detokenizer
 from llama.errors import require
 from llama.model import ModelArgs
-from llama.sampling import Draws, SamplingParams, reshape_logits
+from llama.sampling import Draws, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 
@@ -59,12 +59,6 @@ class Request:
         if not isinstance(self.draws, Draws):
             self.draws = self.draws()
         return self.draws.row(len(self.tokens), self.index, n_words)
-
-    def reshape(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits (n_words,) of its next token after its penalties and its processor."""
-        if not self.params.reshapes:
-            return logits
-        return reshape_logits(self.params, self.prompt, self.tokens, logits)
 
     @property
     def is_finished(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +42,20 @@ class SamplingParams:
 
     temperature: float = 0.6
     top_p: float = 0.9
+    max_gen_len: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] | None = None
+    stop_tokens: Sequence[int] | None = None
+    logprobs: bool = False
+    _: KW_ONLY
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()
-    max_gen_len: int | None = None
-    logprobs: bool = False
-    top_logprobs: int = 0
-    prompt_logprobs: bool = False
     logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class SamplingParams:
                 not isinstance(getattr(self, name), (str, bytes)),
                 f"{name} is {getattr(self, name)!r:.80}: pass a list",
             )
-        for i, text in enumerate(self.stop):
+        for i, text in enumerate(self.stop or ()):
             require(
                 isinstance(text, str) and text != "",
                 f"stop string {i} is {text!r:.80}: pass texts of at least one character",
@@ -177,7 +178,7 @@ def reshape_logits(
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if tokens and (params.presence_penalty or params.frequency_penalty):
         drawn, counts = torch.tensor(tokens, device=logits.device).unique(return_counts=True)
-        logits[drawn] -= params.presence_penalty + params.frequency_penalty * counts
+        logits[drawn] -= params.presence_penalty + params.frequency_penalty * counts.to(logits)
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     if params.logits_processor is not None:
@@ -199,14 +200,13 @@ def sample(
     `waits`: (bsz, n) exponential waiting times; None if every temperature is 0. An unusable row
     is reported in the result, so that reading the tokens is the only host sync of a step.
     """
-    finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()  # NaN propagates to both
+    finite = logits.amax(-1).isfinite()  # NaN propagates; -inf only rules a token out
     tokens = logits.argmax(-1)
     if waits is not None:
         # With the largest logit moved to 0, no temperature overflows; below 1e-30, where the
         # distribution has long been a single token, its reciprocal would.
-        device = logits.device
         column = {
-            name: torch.tensor([[float(getattr(p, name))] for p in params], device=device)
+            name: logits.new_tensor([[getattr(p, name)] for p in params])
             for name in ("temperature", "top_p", "min_p")
         }
         temperature = column["temperature"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -104,6 +105,7 @@ class Session:
     def load_cache(self, path: str | Path) -> None:
         """Read what `save_cache` wrote for the same model, so that prompts re-use it."""
         with self._exclusive() as engine:
+            engine.preempt(engine.running.values())  # their rows may be overwritten
             engine.cache.load(path)
 
     # Requests.
@@ -121,31 +123,40 @@ class Session:
         """A request for each of the named prompts, all within bounds."""
         self._require_usable()
         require(len(prompts) > 0, "there are no prompts: pass at least one")
-        n, args, n_words = len(prompts), self.model.params, self.tokenizer.n_words
-        stop_tokens = frozenset(checked_ids(params.stop_tokens, "stop_tokens", args.vocab_size))
-        checked_ids(params.logit_bias, "logit_bias", n_words)
-        draws = self._draws(n, params.seed, seeds)
+        args, limit = self.model.params, params.max_gen_len
+        if echo and params.logprobs:
+            params = replace(params, prompt_logprobs=True)
+        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", args.vocab_size))
+        checked_ids(params.logit_bias, "logit_bias", self.tokenizer.n_words)
+        ids = [checked_ids(prompt, name, args.vocab_size) for name, prompt in prompts.items()]
+        limits = [answer_limit(n, len(i), limit, args) for n, i in zip(prompts, ids, strict=True)]
         # Under several ranks all do the same: none may run ahead of another's reader.
         read_ahead = READ_AHEAD if streams and self._ranks == 1 else None
-        requests = []
-        for i, (name, prompt) in enumerate(prompts.items()):
-            ids = checked_ids(prompt, name, args.vocab_size)
-            text = (
-                Detokenizer(self.tokenizer, params.stop, ids if echo else ()) if is_text else None
+        shared = seeds is None and len(ids) <= args.max_batch_size
+        return [
+            Request(
+                ids[i],
+                params,
+                limits[i],
+                draws,
+                index=i if shared else 0,
+                stop_tokens=stop,
+                detokenizer=self._detokenizer(params, ids[i] if echo else ()) if is_text else None,
+                read_ahead=read_ahead,
             )
-            requests.append(
-                Request(
-                    ids,
-                    params,
-                    limit=answer_limit(name, len(ids), params.max_gen_len, args),
-                    draws=draws[i],
-                    index=i if seeds is None and n <= args.max_batch_size else 0,
-                    stop_tokens=stop_tokens,
-                    detokenizer=text,
-                    read_ahead=read_ahead,
-                )
-            )
-        return requests
+            for i, draws in enumerate(self._draws(len(ids), params.seed, seeds))
+        ]
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, echo: bool = False
+    ) -> Request:
+        """Queue one prompt for whoever steps: `engine.advance()` in a loop, in any thread."""
+        (request,) = self._requests({"the prompt": prompt}, params, is_text=True, echo=echo)
+        self.engine.add([request])
+        return request
+
+    def _detokenizer(self, params: SamplingParams, echoed: Sequence[int]) -> Detokenizer:
+        return Detokenizer(self.tokenizer, params.stop or (), echoed)
 
     def _draws(
         self, n: int, seed: int | None, seeds: Sequence[int] | None
@@ -205,9 +216,9 @@ class Session:
                 not engine.running and not engine.waiting,
                 "a stream of this instance is still open: exhaust it, or close() it",
             )
-            engine.cache.invalidate_on_external_write()
             if self._check_ranks:
-                call = {"prompts": [r.prompt for r in requests], "params": requests[0].params}
+                params = replace(requests[0].params, logits_processor=None)  # its repr is local
+                call = {"prompts": [r.prompt for r in requests], **vars(params)}
                 group, n_slots = get_model_parallel_group(), self.model.params.n_slots
                 held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
                 for row, length in enumerate(held):
@@ -226,6 +237,8 @@ class Session:
         self._require_usable()
         with self.engine.exclusive():
             self._require_usable()
+            if self.engine.cache.invalidate_on_external_write():
+                self.engine.preempt(self.engine.running.values())
             yield self.engine
 
     def _require_usable(self) -> None:

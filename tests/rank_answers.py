@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,30 +48,104 @@ def many(llama: Llama) -> dict:
     }
 
 
+def rounds(llama: Llama) -> list:
+    """Thirty calls of all kinds, each of which finds the cache as the one before has left it."""
+    choose, found = random.Random(0), []
+    ids = [llama.tokenizer.encode(prompt, bos=True) for prompt in PROMPTS]
+
+    def some(n: int) -> list[list[int]]:
+        return [
+            choose.choice(ids) + choose.choices(ids[1], k=choose.randrange(9)) for _ in range(n)
+        ]
+
+    def closed_early(prompts: list[list[int]], seed: int) -> list:
+        stream = llama.stream(prompts, 9, seed=seed)
+        steps = [next(stream) for _ in range(3)]
+        stream.close()
+        return steps
+
+    def call(seed: int, n: int, temperature: float) -> object:
+        kinds: list[Callable[[], object]] = [
+            lambda: llama.generate(some(n), 6, temperature, seed=seed, logprobs=True, echo=True),
+            lambda: llama.generate(some(n), 6, 1.0, seed=list(range(n))),
+            lambda: llama.generate(some(n), 6, temperature),
+            lambda: closed_early(some(min(n, 4)), seed),
+            lambda: list(llama.stream_chat(DIALOG, temperature, seed=seed, max_gen_len=6)),
+            lambda: llama.text_completion(PROMPTS[:n], 0, max_gen_len=9, stop=["little"]),
+            lambda: [h[-1, :4].tolist() for h in llama.hidden_states(some(n))],
+            llama.reset,
+        ]
+        return choose.choice(kinds)()
+
+    for seed in range(30):
+        found.append(call(seed, choose.randint(1, 6), choose.choice([0, 0.8])))
+    return found
+
+
+def different_caches(llama: Llama, path: Path) -> dict:
+    """After rank 1 alone has changed its cache: the answer, and how much of the prompt was read."""
+    prompt = llama.tokenizer.encode("Once upon a time there was a little dog", bos=True)
+    saved = Path(f"{path}.{llama.rank}")
+
+    def answer() -> list:
+        llama.engine.passes.clear()
+        [tokens] = llama.generate([prompt], 8, temperature=0)[0]
+        return [tokens, sum(n for kind, n in llama.engine.passes if kind == "prefill")]
+
+    def load() -> None:
+        llama.reset()
+        if llama.rank == 1:
+            saved.write_bytes(saved.read_bytes()[:-100])
+        refusal = sentence(llama.load_cache, path)
+        assert ("truncated" in refusal) == (llama.rank == 1), refusal
+
+    def on_rank_1(change: Callable[[], object]) -> list:
+        answer()
+        if llama.rank == 1:
+            with torch.no_grad():
+                change()
+        return answer()
+
+    llama.reset()
+    found = {"cold": answer(), "equal": answer()}
+    llama.save_cache(path)
+    load()
+    found["load refused"] = answer()
+    found["reset"] = on_rank_1(llama.reset)
+    weight = llama.model.layers[-1].feed_forward.w2.weight
+    found["same weight"] = on_rank_1(lambda: weight.mul_(1))
+    found["changed weight"] = on_rank_1(lambda: weight.mul_(-8))
+    llama.reset()
+    found["changed weight, cold"] = answer()
+    on_rank_1(lambda: weight.div_(-8))
+    return found
+
+
 class Sent(TorchDispatchMode):
-    """Counts the bytes that a rank hands to collectives: a share for a gather, all for a sum."""
+    """Counts the bytes that a rank hands to collectives: its part for a gather, else all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathered_bytes = self.summed_bytes = 0
+        self.gathered_bytes = self.summed_bytes = self.broadcast_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
             self.gathered_bytes += args[0].nbytes
         if func is torch.ops._c10d_functional.all_reduce.default:
             self.summed_bytes += args[0].nbytes
+        if func is torch.ops.c10d.broadcast_.default:
+            self.broadcast_bytes += sum(tensor.nbytes for tensor in args[0])
         return func(*args, **(kwargs or {}))
 
 
-def sent_per_step(llama: Llama, rows: int) -> tuple[int, int]:
-    """Bytes gathered and summed by one more decoding step of `rows` rows."""
+def sent_per_step(llama: Llama, rows: int) -> list[int]:
+    """Bytes gathered, summed and broadcast by one more decode step of `rows` rows."""
     totals = []
     for n in (2, 3):
         with Sent() as sent:
             llama.generate([[1]] * rows, n, temperature=0)
-        totals.append((sent.gathered_bytes, sent.summed_bytes))
-    (gathered, summed), (gathered_more, summed_more) = totals
-    return gathered_more - gathered, summed_more - summed
+        totals.append((sent.gathered_bytes, sent.summed_bytes, sent.broadcast_bytes))
+    return [more - less for less, more in zip(*totals, strict=True)]
 
 
 def compiles_whole(llama: Llama) -> bool:
@@ -92,11 +167,12 @@ def sentence(call: Callable[..., object], *arguments: object, **options: object)
 
 def main(folder: str) -> None:
     with Llama.build(max_batch_size=4, dtype="float32", timeout_s=60) as llama:
-        found = answers(llama) | many(llama)
+        found = answers(llama) | many(llama) | {"rounds": rounds(llama)}
         found["sent"] = {rows: sent_per_step(llama, rows) for rows in (1, 3)}
         ranks, rank = llama._runtime.world_size, llama.rank
         if ranks == 2:
             found["compiles"] = compiles_whole(llama)
+            found["different caches"] = different_caches(llama, Path(folder) / "cache")
     if ranks == 4:  # the groups have been released; now two copies of the model
         with Llama.build(max_batch_size=4, dtype="float32", model_parallel_size=2) as llama:
             found["replicas"] = many(llama)

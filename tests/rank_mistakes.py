@@ -35,6 +35,10 @@ def main(folder: str, other_shape: str, other_weights: str, one_kv_head: str) ->
         found["prompts"] = sentence(llama.generate, [[1, 300 + RANK]], 4)
         found["temperature"] = sentence(llama.generate, [[1, 300]], 4, temperature=0.5 + RANK)
         found["drawn"] = sentence(llama.generate, [[1, 300]], 9, temperature=1, seed=RANK)
+        stream = llama.stream([[1, 300]], 4)
+        next(stream)
+        found["stream"] = sentence(llama.generate, [[1, 300]], 4)
+        stream.close()
         found["still right"] = llama.generate([[1, 300]], 4, temperature=0)[0]
         lines = iter(["first", "second"] if RANK == 0 else ["never asked for"])
         found["read"] = [read_on_rank_0(lambda: next(lines)) for _ in range(2)]

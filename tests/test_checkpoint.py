@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,20 +22,16 @@ from conftest import ATOL, GOLDEN
 from fairscale.nn.model_parallel import initialize as groups
 from safetensors.torch import load_file, save_file
 
-from llama import Llama, LlamaError
-from llama.checkpoints import reader as checkpoints
-from llama.checkpoints.config import read_config, read_params
+from llama import Llama, LlamaError, sizes
+from llama.checkpoints.config import TextFacts, read_config, read_params
+from llama.checkpoints.convert import convert
 from llama.checkpoints.files import looks_like
-from llama.checkpoints.reader import (
-    Checkpoint,
-    load,
-    open_checkpoint,
-    progress_bar,
-    require_room,
-    require_split,
-)
+from llama.checkpoints.load import find_tokenizer, load, open_checkpoint, validation_errors
+from llama.checkpoints.reader import Checkpoint
 from llama.generation import STORIES
 from llama.model import ModelArgs, Transformer
+from llama.parameters import require_split
+from llama.sizes import require_room
 
 TOKENIZER = GOLDEN / "rand_gqa" / "tokenizer.model"
 CPU = torch.device("cpu")
@@ -303,25 +301,16 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_the_knobs(
 ) -> None:
     folder = write_meta(tmp_path / "m")
     args = ModelArgs(**open_checkpoint(folder).params, max_seq_len=100, max_batch_size=3)
-    needed = args.weights_bytes(torch.float16) + args.cache_bytes(torch.float16)
-    monkeypatch.setattr(checkpoints, "available_bytes", lambda device: needed)
+    needed = sizes.weights_bytes(args, dtype=torch.float16) + sizes.cache_bytes(args, torch.float16)
+    needed += sizes.activation_bytes(args, torch.float16)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: needed)
     require_room(args, device=CPU, dtype=torch.float16)
-    monkeypatch.setattr(checkpoints, "available_bytes", lambda device: needed - 1)
-    knobs = r"max_seq_len \(100\) or max_batch_size \(3\), .*dtype than float16, or quantize"
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: needed - 1)
+    knobs = r"max_seq_len \(100\), max_batch_size \(3\) .*dtype than float16, or quantize"
     with pytest.raises(LlamaError, match=rf"weights need 447.10 kB .*cache 76.80 kB.*{knobs}"):
         require_room(args, device=CPU, dtype=torch.float16)
     with pytest.raises(LlamaError, match="max_seq_len"):
         built(folder)
-
-
-def test_a_bar_is_shown_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with progress_bar("loading", 10) as bar:
-        assert bar.disable
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with progress_bar("loading", 10) as bar:
-        assert not bar.disable
-    with progress_bar("loading", 10, shown=False) as bar:  # another rank than the first
-        assert bar.disable
 
 
 # Bad input
@@ -359,25 +348,24 @@ HTML = b"<!DOCTYPE html>\n<html><body>Access denied</body></html>"
         (
             lambda f: (f / "consolidated.03.pth").unlink(),
             r"consolidated.00.pth: tok_embeddings.weight has the shape \[1024, 16\], "
-            r"and the model needs \[1024, 21\] in each of 3 shards: "
-            r"it is one of 4 shards, of which 1 may be missing",
+            r"and the model needs \[1024, 21\]: it is one of 4 shards, and 1 may be missing",
         ),
         (
             edit(1, lambda s: s.update(split(weights(seed=1), 4)[1])),
-            r"consolidated.01.pth: .*norm.weight has not the values as in consolidated.00.pth: "
+            r"consolidated.01.pth: .*norm.weight differs from consolidated.00.pth: "
             r"the files of two checkpoints are mixed",
         ),
         (
             edit(1, lambda s: s.update({k: t.half() for k, t in s.items()})),
-            r"consolidated.01.pth: .* is torch.float16, not torch.float32 .* are mixed",
+            r"consolidated.01.pth: .* differs from consolidated.00.pth: .* are mixed",
         ),
         (
             edit(3, lambda s: s.pop(W1)),
-            rf"{W1} is in consolidated.00.pth, .*02.pth of .*: it must be in 4 files",
+            rf"{W1} is in 3 files of .* \(consolidated.00.pth, .*02.pth\), and must be in 4",
         ),
         (
             edit(0, lambda s: s.update({"layers.2.ffn_norm.weight": torch.ones(64)})),
-            r"consolidated.00.pth has layers.2.ffn_norm.weight, which is not of this model",
+            r"consolidated.00.pth has 'layers.2.ffn_norm.weight', which is not part of this model",
         ),
         (
             edit(0, lambda s: s.update({W1: torch.ones(43, 64)})),
@@ -385,7 +373,7 @@ HTML = b"<!DOCTYPE html>\n<html><body>Access denied</body></html>"
         ),
         (
             edit(2, lambda s: s.update({W1: torch.ones(44, 64, dtype=torch.int8)})),
-            rf"consolidated.02.pth: {W1} is torch.int8, and must be one of float32",
+            rf"consolidated.02.pth: {W1} is torch.int8, and must be float32 or float16",
         ),
         (
             lambda f: rewrite(f / "params.json", n_experts=8),
@@ -399,7 +387,10 @@ HTML = b"<!DOCTYPE html>\n<html><body>Access denied</body></html>"
             lambda f: rewrite(f / "params.json", n_heads=7),
             r"dim is 64, and must be a multiple of 7",
         ),
-        (lambda f: rewrite(f / "params.json", head_dim=16), r"head_dim 16 is not supported"),
+        (
+            lambda f: rewrite(f / "params.json", head_dim=3),
+            r"head_dim is 3, and must be a multiple",
+        ),
     ],
 )
 def test_a_damaged_meta_folder_is_refused_in_a_sentence(
@@ -441,7 +432,10 @@ def edit_hf(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
     [
         (put(SECOND, LFS), rf"{SECOND} is a git-lfs pointer"),
         (put(SECOND, pickle.dumps([1])), rf"{SECOND} is a pickle and not a safetensors file"),
-        (lambda f: (f / SECOND).unlink(), rf"{SECOND} is missing"),
+        (
+            lambda f: (f / SECOND).unlink(),
+            rf"'{SECOND}', which .*index.json names, is not a file in .*hf",
+        ),
         (lambda f: (f / "model.safetensors.index.json").unlink(), r"index.json is missing"),
         (
             lambda f: rewrite(f / "model.safetensors.index.json", weight_map={}),
@@ -449,11 +443,11 @@ def edit_hf(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
         ),
         (
             lambda f: [file.unlink() for file in f.glob("model*")],
-            r"hf has a config.json and no weights: download model.safetensors too",
+            r"hf has a config.json and no weights: download model.safetensors as well",
         ),
         (
             lambda f: shutil.copyfile(f / SECOND, f / "model-00003-of-00006.safetensors"),
-            rf".* is in {SECOND}, model-00003-of-00006.safetensors of .*: it must be in 1 file",
+            rf" is in 2 files of .* \({SECOND}, model-00003-of-.*\), and must be in 1:",
         ),
         (edit_hf(lambda s: s.pop(UP)), rf"{UP} is missing from .*hf"),
         (
@@ -462,7 +456,7 @@ def edit_hf(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
         ),
         (
             edit_hf(lambda s: s.update({UP.replace("weight", "bias"): torch.ones(HIDDEN)})),
-            r"has model.layers.1.mlp.up_proj.bias, which is not of this model",
+            r"has 'model.layers.1.mlp.up_proj.bias', which is not part of this model",
         ),
     ],
 )
@@ -506,8 +500,11 @@ def test_a_partial_download_is_named_and_said_to_be_truncated(
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
-        ({"head_dim": 32}, "head_dim 32 is not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"weights are quantized \(.*gptq.*\) in a form that is not supported",
+        ),
+        ({"head_dim": 33}, "head_dim is 33, and must be a multiple of 2"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor of the rope scaling is"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "of several kinds"),
@@ -550,9 +547,9 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        (0, torch.ones(1), r"0 is no parameter's name"),
+        (0, torch.ones(1), r"0 is not the name of a parameter"),
         (W1, torch.ones(2, 2).to_sparse(), rf"{W1}' is a sparse_coo tensor"),
-        (W1, torch.empty(2, 2, device="meta"), rf"{W1}' has no values"),
+        (W1, torch.empty(2, 2, device="meta"), rf"{W1}' has a shape but no values"),
         (W1, torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), rf"{W1}' is a nested "),
         ("tok_embeddings.weight", torch.ones(0, 64), r"tok_embeddings.weight is empty"),
         ("output.weight", torch.ones(0, 64), r"output.weight has the shape \[0, 64\]"),
@@ -576,7 +573,9 @@ def test_a_file_that_holds_more_than_tensors_is_told_what_to_save(
 ) -> None:
     folder = write_meta(tmp_path / "m")
     torch.save(content, folder / "consolidated.00.pth")
-    with pytest.raises(LlamaError, match=rf"holds {held} and not tensors alone: save the state"):
+    with pytest.raises(
+        LlamaError, match=rf"holds {held} and not only tensors: save only the state"
+    ):
         open_checkpoint(folder)
 
 
@@ -629,14 +628,14 @@ def test_a_vocab_size_that_the_embedding_has_not_is_refused(
 ) -> None:
     folder = shutil.copytree(hf_folder, tmp_path / "hf")
     rewrite(folder / "config.json", vocab_size=VOCAB - 1)
-    with pytest.raises(LlamaError, match=r"vocab_size is 1023, and the embedding has 1024 rows"):
+    with pytest.raises(LlamaError, match=r"vocab_size is 1023, but the embedding has 1024 rows"):
         open_checkpoint(folder)
 
 
 def test_a_place_without_a_checkpoint_is_said_to_have_none(tmp_path: Path) -> None:
-    with pytest.raises(LlamaError, match=r"nowhere' is no folder that can be read"):
+    with pytest.raises(LlamaError, match=r"nowhere' does not exist: pass the folder"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(LlamaError, match=r"holds no checkpoint.*Hugging Face\), but nothing$"):
+    with pytest.raises(LlamaError, match=r"holds neither .*Hugging Face\), but nothing$"):
         open_checkpoint(tmp_path)
     write_meta(tmp_path / "llama-2-7b")
     with pytest.raises(LlamaError, match=r"did you mean .*llama-2-7b\?"):
@@ -658,3 +657,191 @@ def test_ranks_that_cannot_share_the_model_are_refused() -> None:
 def test_a_right_file_in_the_tokenizers_place_looks_like_nothing_else() -> None:
     assert looks_like(TOKENIZER) is None
     assert looks_like(STORIES / "consolidated.00.pth") == "a zip archive"
+
+
+# What a file says is checked before anything is allocated or read
+
+
+def test_a_small_pickle_that_claims_terabytes_is_refused_before_anything_is_allocated(
+    tmp_path: Path,
+) -> None:
+    folder = write_meta(tmp_path / "m", dim=2**40, n_heads=2**20, n_kv_heads=None)
+    huge = {"norm.weight": torch.ones(1).expand(2**40), "tok_embeddings.weight": torch.ones(4, 4)}
+    torch.save(huge, folder / "consolidated.00.pth")
+    assert (folder / "consolidated.00.pth").stat().st_size < 3000
+    with pytest.raises(LlamaError, match=r"norm.weight' is larger than what the file holds of it"):
+        open_checkpoint(folder)
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    folder = write_meta(tmp_path / "m")
+    file = folder / "consolidated.00.pth"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(100_000_000))
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(LlamaError, match=r"is a compressed archive: write it again with torch.sav"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside/x.safetensors", "/etc/passwd", "x" * 5000, ".."])
+def test_an_index_leads_to_files_of_its_own_folder_only(
+    name: str, hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    (tmp_path / "outside").mkdir()
+    shutil.copy(folder / SECOND, tmp_path / "outside" / "x.safetensors")
+    rewrite(folder / "model.safetensors.index.json", weight_map={UP: name})
+    with pytest.raises(LlamaError, match=r"is not a file in|is missing") as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value)) < 500
+
+
+def test_links_that_lie_in_the_folder_are_followed_as_in_the_cache_of_the_hub(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/c0"
+    shutil.copytree(hf_folder, blobs)
+    snapshot.mkdir(parents=True)
+    for file in list(blobs.iterdir()):
+        (snapshot / file.name).symlink_to(file.rename(blobs / f"blob of {file.name}"))
+    assert open_checkpoint(snapshot).args == open_checkpoint(hf_folder).args
+    with pytest.raises(LlamaError, match=r"did you mean .*models--a--b/snapshots/c0\?"):
+        open_checkpoint(tmp_path / "models--a--b")
+    (blobs / f"blob of {SECOND}").unlink()
+    with pytest.raises(LlamaError, match=rf"{SECOND} is missing: download it as well"):
+        open_checkpoint(snapshot)
+
+
+def test_a_value_of_any_length_is_not_echoed_whole(hf_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    for key in ("model_type", "hidden_act", "head_dim", "rope_scaling", "quantization_config"):
+        shutil.copy(hf_folder / "config.json", folder)
+        rewrite(folder / "config.json", **{key: "x" * 100_000})
+        with pytest.raises(LlamaError) as caught:
+            open_checkpoint(folder)
+        assert len(str(caught.value)) < 500
+
+
+# What a folder says, and what it does not
+
+
+def test_a_window_counts_only_for_a_model_type_that_has_one(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    rewrite(folder / "config.json", sliding_window=8, use_sliding_window=False)
+    with pytest.warns(UserWarning, match="sliding_window is ignored: models of type llama have no"):
+        checkpoint = open_checkpoint(folder)
+    assert checkpoint.args.sliding_window is None
+
+
+def test_an_extra_tensor_with_a_name_of_another_format_replaces_nothing(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    for name in ("norm.weight", "layers.0.attention.wq.weight"):
+        folder = shutil.copytree(hf_folder, tmp_path / name)
+        edit_hf(lambda s, name=name: s.update({name: torch.ones(64)}))(folder)
+        with pytest.raises(LlamaError, match=rf"has '{name}', which is not part of this model"):
+            open_checkpoint(folder)
+
+
+def test_nothing_depends_on_the_default_dtype_and_device_of_the_caller(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    meta = write_meta(tmp_path / "m", shards=2)
+    for folder in (meta, hf_folder):
+        before = open_checkpoint(folder)
+        expected = {
+            name: before.read(name, 1, 2, dtype=torch.bfloat16) for name in before.parameters
+        }
+        torch.set_default_dtype(torch.float16)
+        try:
+            with torch.device("meta"):
+                checkpoint = open_checkpoint(folder)
+                for name, tensor in expected.items():
+                    assert torch.equal(checkpoint.read(name, 1, 2, dtype=torch.bfloat16), tensor)
+                convert(folder, tmp_path / "out", to="hf", force=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        again = open_checkpoint(tmp_path / "out")
+        for name in again.parameters:
+            assert torch.equal(again.read(name), before.read(name))
+
+
+def test_the_tokenizer_of_the_folder_above_serves_metas_layout_only(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(TOKENIZER, tmp_path / "tokenizer.model")
+    meta = write_meta(tmp_path / "7b")
+    hf = shutil.copytree(hf_folder, tmp_path / "hf")
+    above = tmp_path / "tokenizer.model"
+    assert find_tokenizer(meta) == above
+    monkeypatch.chdir(meta)
+    assert find_tokenizer(Path(".")) == above
+    convert(".", "../converted", to="meta")
+    assert (tmp_path / "converted/tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
+    with pytest.raises(LlamaError, match=r"there is no tokenizer.model or tokenizer.json in .*hf'"):
+        find_tokenizer(hf)
+    (meta / "tokenizer.json").write_text("{}")
+    assert find_tokenizer(meta) == meta / "tokenizer.json"
+    (hf / "tokenizer.json").write_text("{}")
+    assert find_tokenizer(hf) == hf / "tokenizer.json"
+
+
+def test_validation_finds_a_tokenizer_that_build_would_refuse(tmp_path: Path) -> None:
+    folder = write_meta(tmp_path / "m")
+    checkpoint = open_checkpoint(folder)
+    (error,) = validation_errors(checkpoint)
+    assert error.startswith("there is no tokenizer.model")
+    shutil.copy(TOKENIZER, folder)
+    assert validation_errors(checkpoint) == []
+    (folder / "tokenizer.model").write_bytes(b"damaged")
+    assert len(validation_errors(checkpoint)) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"adapter_config.json": {}}, "holds an adapter only: pass the folder of the base model"),
+        (
+            {"config.json": {"model_type": "llama", "quantization": {"bits": 4}}},
+            r"weights are quantized \(\{'bits': 4\}\)",
+        ),
+    ],
+)
+def test_a_folder_of_another_kind_is_said_to_be_that(
+    files: dict, said: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(LlamaError, match=said):
+        open_checkpoint(tmp_path)
+
+
+def test_the_facts_of_the_text_come_from_the_folders_own_files(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    assert open_checkpoint(folder).text == TextFacts("hf", (2,))  # of config.json
+    named = [{"name": "tool", "template": "a"}, {"name": "default", "template": "b"}]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": False, "chat_template": named})
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert open_checkpoint(folder).text == TextFacts("hf", (5, 7), False, "b")
+    (folder / "chat_template.jinja").write_text("c")
+    assert open_checkpoint(folder).text.chat_template == "c"
+    for wrong in ("two", [1, -1], True, {}, VOCAB):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(LlamaError, match=r"eos_token_id is .*, and must be a token id"):
+            open_checkpoint(folder)
+    assert open_checkpoint(write_meta(tmp_path / "m")).text == TextFacts("meta")
+
+
+def test_no_binary_file_carries_a_path_of_the_machine_that_made_it() -> None:
+    folders = (STORIES, GOLDEN, Path(__file__).parents[1] / "benchmarks")
+    files = [f for folder in folders for f in folder.rglob("*.*")]
+    binary = [f for f in files if f.suffix in (".model", ".pth", ".png")]
+    assert len(binary) > 7
+    for file in binary:
+        assert not re.search(rb"/(home|root|tmp|work|mnt|Users)/[\x21-\x7e]+", file.read_bytes())

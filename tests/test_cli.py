@@ -14,6 +14,7 @@ from llama.__main__ import COMMANDS
 from llama.chat import UNSAFE_ERROR
 from llama.generation import Llama
 from llama.repl import Chat, read_message
+from llama.sampling import SamplingParams
 
 TEXTS = ["1.10", "1e3", "0x7", "a,b", "[x]", "'q'", "model#2", "None", "True", "-", "{}", "1", "ü"]
 
@@ -117,7 +118,7 @@ def test_a_mistake_is_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def chat(llama: Llama) -> Chat:
-    return Chat(llama, None, {"temperature": 0.0, "top_p": 0.9, "max_gen_len": 12})
+    return Chat(llama, SamplingParams(temperature=0, max_gen_len=12), None)
 
 
 def contents(chat: Chat) -> list[str]:
@@ -187,7 +188,7 @@ def test_a_saved_dialog_is_loaded_as_it_was(chat: Chat, tmp_path: Path) -> None:
 
 def test_options_are_set_as_on_the_command_line(chat: Chat) -> None:
     chat.set("temperature 0.25")
-    assert chat.options["temperature"] == 0.25
+    assert chat.params.temperature == 0.25
     with pytest.raises(LlamaError, match="must be a number"):
         chat.set("temperature hot")
     assert "top_p 0.9" in chat.set("")

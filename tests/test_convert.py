@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from llama import Llama, LlamaError
 from llama.checkpoints import convert as converting
 from llama.checkpoints.config import to_params
 from llama.checkpoints.convert import convert
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import open_checkpoint
 from llama.generation import STORIES
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -127,7 +128,6 @@ def test_a_llama_3_folder_is_inspected_and_converted(tmp_path: Path) -> None:
     llama3 = {"use_scaled_rope": True, "rope_theta": 5e5}
     src = write_meta(tmp_path / "src", shards=4, embedding_axis=0, **llama3)
     (src / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
-    assert python("-m", "llama", "inspect", src).returncode == 0
     convert(src, tmp_path / "hf", to="hf")
     assert open_checkpoint(tmp_path / "hf").args == open_checkpoint(src).args
     assert (tmp_path / "hf/tokenizer.model").exists()
@@ -193,17 +193,17 @@ def test_a_folder_is_replaced_only_by_force_and_by_rename(tmp_path: Path) -> Non
 
 def test_force_removes_no_folder_that_is_more_than_a_checkpoint(tmp_path: Path) -> None:
     src = write_meta(tmp_path / "src")
-    with pytest.raises(LlamaError, match="is no checkpoint's folder"):
+    with pytest.raises(LlamaError, match="does not hold a checkpoint, and --force would remove it"):
         convert(src, tmp_path, to="hf", force=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "config.json").write_text("{}")
-    with pytest.raises(LlamaError, match="is no checkpoint's folder"):
+    with pytest.raises(LlamaError, match="does not hold a checkpoint, and --force would remove it"):
         convert(src, tmp_path / "home", to="hf", force=True)
     for name in ("letter.txt", "notes/today.txt"):
         dst = write_meta(tmp_path / name.replace("/", "."))
         (dst / name).parent.mkdir(exist_ok=True)
         (dst / name).write_text("dear")
-        with pytest.raises(LlamaError, match=rf"would remove {name.split('/')[0]} too"):
+        with pytest.raises(LlamaError, match=rf"would remove '{name.split('/')[0]}' as well"):
             convert(src, dst, to="hf", force=True)
         assert (dst / name).exists()
 
@@ -220,6 +220,7 @@ def test_a_folder_that_could_not_be_replaced_is_back_in_its_place(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr(converting, "_exchanged", lambda *_: False)
     with pytest.raises(LlamaError, match="nothing was changed"):
         convert(src, dst, to="meta", force=True)
     assert same(tensors_of(dst), before)
@@ -242,9 +243,44 @@ def test_an_interrupt_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(
         return renamed
 
     monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(converting, "_exchanged", lambda *_: False)
     with pytest.raises(KeyboardInterrupt):
         convert(src, dst, to="meta", force=True)
     assert same(tensors_of(dst), before if renames == 1 else tensors_of(src))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dst", "src"]
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="no exchange of two folders")
+def test_a_kill_while_a_folder_is_replaced_leaves_a_target_and_the_next_run_cleans_up(
+    tmp_path: Path,
+) -> None:
+    src, dst = write_meta(tmp_path / "src"), write_meta(tmp_path / "dst", weights(seed=1))
+    killed = (
+        "import os, sys, shutil; from llama.checkpoints import convert as converting;"
+        "shutil.rmtree = lambda *_, **__: os._exit(9);"
+        f"converting.convert({str(src)!r}, {str(dst)!r}, to='meta', force=True)"
+    )
+    assert python("-c", killed).returncode == 9
+    assert same(tensors_of(dst), tensors_of(src))
+    assert len(list(tmp_path.iterdir())) == 3
+    convert(src, dst, to="hf", force=True)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_where_folders_cannot_be_exchanged_the_next_run_puts_a_target_back(tmp_path: Path) -> None:
+    src, dst = write_meta(tmp_path / "src"), write_meta(tmp_path / "dst", weights(seed=1))
+    before = tensors_of(dst)
+    killed = (
+        "import os; from pathlib import Path; from llama.checkpoints import convert as converting;"
+        "converting._exchanged = lambda *_: False; rename = Path.rename;"
+        "Path.rename = lambda a, b: (rename(a, b), os._exit(9));"
+        f"converting.convert({str(src)!r}, {str(dst)!r}, to='meta', force=True)"
+    )
+    assert python("-c", killed).returncode == 9
+    assert not dst.exists()
+    with pytest.raises(LlamaError, match="dst exists: choose another folder"):
+        convert(src, dst, to="hf")
+    assert same(tensors_of(dst), before)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dst", "src"]
 
 
@@ -320,7 +356,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_no_half_checkpoint(
     [
         ({"to": "gguf"}, "--to 'gguf': it must be one of meta, hf"),
         ({"to": "meta", "shards": 3}, "8 heads do not divide by 3 shards: use 1, 2"),
-        ({"to": "meta", "shards": 0}, "--shards 0: it must be a whole number from 1 to"),
+        ({"to": "meta", "shards": 0}, "--shards 0: it must be a whole number from 1 on"),
         ({"to": "hf", "shards": 50}, "--shards 50: there are 21 tensors"),
         ({"to": "hf", "dtype": "int8"}, "--dtype 'int8': it must be one of float32"),
         ({"to": ["hf"]}, "--to ['hf']: it must be one of meta, hf"),
@@ -341,7 +377,10 @@ def test_options_that_make_no_sense_are_refused(options: dict, said: str, tmp_pa
 def test_the_command_line_inspects_and_converts(tmp_path: Path) -> None:
     src = write_meta(tmp_path / "src", shards=2, max_seq_len=2048)
     inspected = python("-m", "llama", "inspect", src)
-    assert inspected.returncode == 0
+    assert inspected.returncode == 1  # no tokenizer
+    shutil.copy(STORIES / "tokenizer.model", src)
+    inspected = python("-m", "llama", "inspect", src)
+    assert (inspected.returncode, inspected.stderr) == (0, "")
     facts = dict(re.split(r"  +", line) for line in inspected.stdout.splitlines())
     expected = {
         "format": "Meta",
@@ -383,14 +422,56 @@ def test_inspect_lists_every_problem_and_exits_with_1(tmp_path: Path) -> None:
     del state["norm.weight"]
     state["extra.weight"] = torch.ones(1)
     write_meta(folder, state)
+    shutil.copy(STORIES / "tokenizer.model", folder)
     inspected = python("-m", "llama", "inspect", folder)
     assert inspected.returncode == 1
     assert "problems     2" in inspected.stdout
     assert inspected.stderr.splitlines() == [
-        f"error: {folder / 'consolidated.00.pth'} has extra.weight, which is not of this model",
+        f"error: {folder / 'consolidated.00.pth'} has 'extra.weight', which is not part of this "
+        "model",
         f"norm.weight is missing from {folder}: download it again",
     ]
     (folder / "consolidated.00.pth").write_bytes(b"")
     inspected = python("-m", "llama", "inspect", folder)
     assert inspected.returncode == 1
     assert re.fullmatch(r"error: .*consolidated.00.pth is an empty file.*\n", inspected.stderr)
+
+
+# What transformers does with what was written
+
+
+def test_transformers_finds_text_in_an_exported_folder_and_stops_where_we_stop(
+    llama: Llama, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    folder = tmp_path / "hf"
+    convert(STORIES, folder, to="hf")
+    assert "max_position_embeddings" not in json.loads((folder / "config.json").read_text())
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
+    ours = llama.tokenizer
+    text = "Once upon a time, there was a dog."
+    assert tokenizer(text).input_ids == ours.encode(text, bos=True)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == ours.eos_id
+    end = torch.zeros(VOCAB)
+    end[ours.eos_id] = 100
+    model.lm_head.bias = torch.nn.Parameter(end)
+    answer = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=9)[0]
+    assert answer.tolist() == [*ours.encode(text, bos=True), ours.eos_id]
+
+
+def test_facts_of_the_text_survive_a_way_through_metas_layout(tmp_path: Path) -> None:
+    src = tmp_path / "a"
+    hf_model(eos_token_id=[2, 5]).save_pretrained(src)
+    shutil.copy(STORIES / "tokenizer.model", src)
+    (src / "chat_template.jinja").write_text("{{ messages }}")
+    (src / "generation_config.json").unlink()
+    convert(src, tmp_path / "meta", to="meta")
+    convert(tmp_path / "meta", tmp_path / "b", to="hf")
+    for name in ("meta", "b"):
+        text = open_checkpoint(tmp_path / name).text
+        assert replace(text, bos=None) == open_checkpoint(src).text

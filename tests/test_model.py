@@ -1,4 +1,4 @@
-"""The model alone: positions, padding, stale slots, dtypes."""
+"""The model alone: positions, rows, stale slots, dtypes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from conftest import ATOL
 
 from llama import Llama, LlamaError, ModelArgs
+from llama.kv_cache import Segment
 from llama.model import (
     FeedForward,
     RMSNorm,
@@ -47,29 +48,27 @@ def test_rows_at_their_own_positions_give_the_logits_of_each_row_alone(llama: Ll
     model = llama.model
     alone = [model(TOKENS[:, :5], 0)[0], model(TOKENS[:, 3:14], 0)[0]]
     fill_cache(model, 1e4)
-    model(TOKENS[:, :2].expand(2, 2), 0)
-    model(torch.stack([TOKENS[0, 3:10]] * 2), 0)  # row 1 now holds 3:10, row 0 something else
-    model(TOKENS[:, :2], 0)
-    batch = torch.stack([TOKENS[0, 2:9], TOKENS[0, 10:17].new_zeros(7)])
-    batch[1, :4] = TOKENS[0, 10:14]
-    logits = model(batch, torch.tensor([2, 7]), lengths=torch.tensor([3, 4]))
-    close(logits[0, :3], alone[0][2:])
-    close(logits[1, :4], alone[1][7:])
-    close(logits[1, 4:], alone[1][-1:].expand(3, -1))  # padding repeats the last token
+    model.prefill(TOKENS[0, [0, 1, 2, 3, *range(3, 13)]], [Segment(4, 0, 4), Segment(5, 0, 10)])
+    newest = TOKENS[0, [4, 13]][:, None]
+    logits = model(newest, torch.tensor([4, 10]), first_row=4)
+    close(logits[:, 0], torch.stack([alone[0][-1], alone[1][-1]]))
+    for row, start_pos, expected in ((4, 4, alone[0]), (5, 10, alone[1])):
+        place = torch.tensor(row)
+        close(model(newest[row - 4, None], start_pos, first_row=place)[0, 0], expected[-1])
 
 
-def test_padding_beyond_the_end_of_the_cache_writes_nothing(llama: Llama) -> None:
-    """A row that resumes at 500 of 512 with 3 tokens, beside one that reads 400."""
+def test_packed_segments_give_the_logits_of_each_row_alone(llama: Llama) -> None:
+    """A row that resumes at 500 of 512 with 3 tokens, packed behind one that reads 400."""
     model = llama.model
     ids = torch.randint(3, 1000, (2, 512), generator=torch.Generator().manual_seed(0))
-    alone = [model(ids[:1, :503], 0)[0, -1], model(ids[1:, :400], 0)[0, -1]]
-    model(ids[:1, :500], 0)
-    before = model.layers[0].attention.cache_k[0, :500].clone()
-    batch = torch.zeros(2, 400, dtype=torch.long)
-    batch[0, :3], batch[1] = ids[0, 500:503], ids[1, :400]
-    logits = model(batch, torch.tensor([500, 0]), lengths=torch.tensor([3, 400]), only_last=True)
-    close(logits[:, 0], torch.stack(alone))
-    assert torch.equal(model.layers[0].attention.cache_k[0, :500], before)
+    alone = [model(ids[1:, :400], 0)[0], model(ids[:1, :503], 0)[0, 500:]]
+    fill_cache(model, 1e4)
+    model(ids[:1, :500], 0, first_row=6)
+    tokens = torch.cat([ids[1, :400], ids[0, 500:503]])
+    segments = [Segment(2, 0, 400), Segment(6, 500, 3)]
+    close(model.prefill(tokens, segments), torch.cat(alone))
+    last = model.prefill(tokens, segments, only_last=True)
+    close(last, torch.stack([rows[-1] for rows in alone]))
 
 
 def test_the_last_logits_alone_are_the_last_of_all(llama: Llama) -> None:
@@ -79,7 +78,7 @@ def test_the_last_logits_alone_are_the_last_of_all(llama: Llama) -> None:
     close(last, whole[:, -1:])
 
 
-def test_the_cache_has_the_documented_shape_and_is_no_part_of_the_state_dict(
+def test_the_cache_has_the_documented_shape_and_is_not_in_the_state_dict(
     llama: Llama,
 ) -> None:
     attention = llama.model.layers[3].attention
@@ -130,12 +129,12 @@ def test_rotary_functions_keep_the_signature_of_the_original() -> None:
     assert freqs_cis.shape == (10, 4)
     assert freqs_cis.dtype == torch.complex64
     xq, xk = torch.randn(2, 10, 3, 8), torch.randn(2, 10, 1, 8)
-    turned_q, turned_k = apply_rotary_emb(xq, xk, freqs_cis)
-    for x, turned in ((xq, turned_q), (xk, turned_k)):
+    rotated_q, rotated_k = apply_rotary_emb(xq, xk, freqs_cis)
+    for x, rotated in ((xq, rotated_q), (xk, rotated_k)):
         points = torch.view_as_complex(x.unflatten(-1, (4, 2)))
         broadcast = reshape_for_broadcast(freqs_cis, points)
         assert broadcast.shape == (1, 10, 1, 4)
-        close(turned, torch.view_as_real(points * broadcast).flatten(-2), atol=1e-6)  # rounding
+        close(rotated, torch.view_as_real(points * broadcast).flatten(-2), atol=1e-6)  # rounding
     with pytest.raises(LlamaError, match="slice it"):
         apply_rotary_emb(xq[:, :4], xk[:, :4], freqs_cis)
 
@@ -146,7 +145,7 @@ def test_the_norm_and_the_feed_forward_are_the_written_out_formulas(llama: Llama
     norm.weight.copy_(torch.rand(160))
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
     close(norm(x), expected, atol=1e-6)
-    half = norm.half()(300 * torch.ones(1, 160).half())  # of which the square is beyond float16
+    half = norm.half()(300 * torch.ones(1, 160).half())  # whose square overflows float16
     assert half.dtype == torch.float16
     assert torch.equal(half[0], norm.weight)
     feed_forward = FeedForward(dim=160, hidden_dim=640, multiple_of=32, ffn_dim_multiplier=None)

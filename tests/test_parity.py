@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from llama import Llama
 from llama.checkpoints.convert import convert
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import open_checkpoint
 from llama.quantize import LEVELS
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -16,7 +16,7 @@ from torch import nn
 
 from llama import Llama, LlamaError, quantize
 from llama.checkpoints.convert import convert
-from llama.checkpoints.reader import open_checkpoint
+from llama.checkpoints.load import open_checkpoint
 from llama.generation import STORIES
 
 PROMPTS = ["Once upon a time", "Lily and Ben went to the"]

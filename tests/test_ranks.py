@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 from conftest import ATOL, GOLDEN
-from rank_answers import answers, many
+from rank_answers import answers, many, rounds
 from spawn import Run, torchrun
 
 from llama import Llama
@@ -40,7 +40,7 @@ def alike(a: object, b: object, where: str = "") -> None:
 def alone() -> dict:
     """What one process answers."""
     with Llama.build(max_batch_size=4, dtype="float32", verbose=False) as llama:
-        found = answers(llama) | many(llama)
+        found = answers(llama) | many(llama) | {"rounds": rounds(llama)}
     alike(found["continued"], found["read anew"])
     return json.loads(json.dumps(found))
 
@@ -76,10 +76,10 @@ def test_a_step_sends_what_the_readme_says(n_ranks: int, on_ranks: OnRanks) -> N
     args = json.loads((STORIES / "params.json").read_text())
     dim, n_layers, vocab_size = args["dim"], args["n_layers"], args["vocab_size"]
     for found in on_ranks(n_ranks):
-        for rows, (gathered, summed) in found["sent"].items():
-            shares = (dim + vocab_size) // n_ranks * 4 + 8  # float32, and an int64 token
-            expected = (int(rows) * shares, int(rows) * n_layers * 2 * dim * 4)
-            assert (gathered, summed) == (expected if n_ranks > 1 else (0, 0))
+        for rows, sent in found["sent"].items():
+            # Numbers in float32, and an int64 token.
+            expected = [(dim + vocab_size) // n_ranks * 4, n_layers * 2 * dim * 4, 8]
+            assert sent == [int(rows) * size * (n_ranks > 1) for size in expected]
 
 
 def test_the_model_compiles_whole_on_two_ranks(on_ranks: OnRanks) -> None:
@@ -111,9 +111,24 @@ def test_copies_of_the_model_that_are_given_different_prompts_say_so(on_ranks: O
         )
 
 
+def test_ranks_whose_caches_differ_give_the_answer_of_a_cold_cache(on_ranks: OnRanks) -> None:
+    first, second = (found["different caches"] for found in on_ranks(2))
+    assert first == second
+    cold, prompt_len = first.pop("cold")
+    assert first.pop("equal") == [cold, 0], "equal caches hold the whole prompt"
+    changed = first.pop("changed weight"), first.pop("changed weight, cold")
+    assert changed[0] == changed[1] == [changed[0][0], prompt_len]
+    assert changed[0][0] != cold
+    for change, (answer, n_read) in first.items():
+        assert answer == cold, change
+        assert n_read == prompt_len, change
+
+
 def test_copies_must_have_equally_many_ranks(on_ranks: OnRanks) -> None:
     for found in on_ranks(4):
-        assert found["no divisor"].startswith("model_parallel_size 3 does not divide the 4 proc")
+        assert found["no divisor"].startswith(
+            "model_parallel_size 3 does not divide the world size 4: "
+        )
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +153,15 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("seed", "seed is 0 on rank 0 and 1 on rank 1: start every rank with the same "),
         ("max_seq_len", "max_seq_len is 256 on rank 0 and 257 on rank 1: start every rank "),
         ("dtype", "dtype is torch.float32 on rank 0 and torch.bfloat16 on rank 1: start "),
-        ("shape", "dim is 160 on rank 0 and 64 on rank 1: start every rank with the same checkp"),
-        ("weights", "the sum of the norms' weights is "),
+        ("shape", "dim is 160 on rank 0 and 64 on rank 1: start every rank with the same device, "),
+        ("weights", "the checksum of the norms is "),
         ("heads", "1 key/value heads do not divide by 2 ranks: "),
-        ("too many", "model_parallel_size 4 needs as many processes, and this run has 2: "),
-        ("other size", "model_parallel_size 1, and this process already has groups of 2: "),
+        ("too many", "model_parallel_size 4 does not divide the world size 2: "),
+        ("other size", "model_parallel_size is 1, but this process has groups of 2 already: "),
         ("prompts", "prompts is [[1, 300]] on rank 0 and [[1, 301]] on rank 1: start every "),
         ("temperature", "temperature is 0.5 on rank 0 and 1.5 on rank 1: start every rank "),
-        ("drawn", "rank 1 drew token "),
+        ("drawn", "seed is 0 on rank 0 and 1 on rank 1: start every rank with the same "),
+        ("stream", "a stream of this instance is still open: exhaust it, or close() it"),
     ],
 )
 def test_ranks_that_are_not_alike_are_told_what_differs(
@@ -189,8 +205,14 @@ def test_a_killed_rank_ends_all() -> None:
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        ("before", "rank 0 waited 2 s in build for rank 1: see what it does there, and call build"),
-        ("generation", "rank 0 waited 2 s for the other ranks' parts of the model, and rank 1 "),
+        (
+            "before",
+            "rank 0 waited 2 s in build for ranks [1]: see what they do, and call build",
+        ),
+        (
+            "generation",
+            "rank 0 waited for the other ranks' parts of the model, but a rank ended or did ",
+        ),
     ],
 )
 def test_a_rank_that_stays_silent_is_named_by_the_one_that_waits(where: str, sentence: str) -> None:

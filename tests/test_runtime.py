@@ -268,7 +268,7 @@ for size in (2, 0):
     )
     for size, sentence in zip((2, 0), run.stdout.splitlines(), strict=True):
         assert sentence.startswith(
-            f"model_parallel_size {size} does not divide the number of processes, 1: start with "
+            f"model_parallel_size {size} does not divide the world size 1: start with torchrun "
         )
 
 

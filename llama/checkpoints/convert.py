@@ -1,16 +1,20 @@
-"""A checkpoint written in another format, in another dtype, or in another number of files.
+"""Write a checkpoint in another layout, in another dtype, or in another number of files.
 
-It is read through `Checkpoint.read`, as a number of ranks would, one rank for each file.
+Each file is read as a rank would read its part, through `Checkpoint.read`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -18,40 +22,27 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from llama import quantize as quant
+from llama.checkpoints import hf, meta, quantized
 from llama.checkpoints.config import to_config, to_params
-from llama.checkpoints.files import read_json
-from llama.checkpoints.reader import (
-    DTYPES,
-    WEIGHT_FILE,
-    Checkpoint,
-    equal,
-    open_checkpoint,
-    progress_bar,
-)
-from llama.errors import LlamaError, checked_flag, checked_path, checked_whole, require, shown
+from llama.checkpoints.files import DTYPES, read_json
+from llama.checkpoints.load import find_tokenizer, load_tokenizer, open_checkpoint
+from llama.checkpoints.reader import Checkpoint
+from llama.errors import LlamaError, checked_path, require
 from llama.parameters import EMBEDDING, OUTPUT, permute_heads, require_split
 from llama.sizes import format_bytes
 
 _FACTS = ("params.json", "config.json")
-# What lies beside the weights, and is the same in both formats.
-_COMPANIONS = [
+_COMPANIONS = (  # copied along: the same in every layout
     "tokenizer.model",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
-]
-# What else a downloaded folder may hold, and --force may remove.
-_PAPERS = [
-    "checklist.chk",
     "chat_template.jinja",
-    "README.md",
-    "LICENSE",
-    "LICENSE.txt",
-    "USE_POLICY.md",
-    ".gitattributes",
-]
+)
+# A file's name, and its tensors one by one.
+Files: TypeAlias = Iterator[tuple[str, Iterator[tuple[str, torch.Tensor]]]]
 
 
 def convert(
@@ -70,36 +61,41 @@ def convert(
 
     Args:
         src: a folder in Meta's or Hugging Face's layout.
-        dst: the folder to make; whoever sees it sees the whole checkpoint.
+        dst: output folder, written atomically.
         to: the layout to write, meta or hf.
         shards: how many weight files to write.
         dtype: float32, float16 or bfloat16; default: each tensor as it is stored.
-        quantize: int8 or int4; a layout of its own beside Meta's params.json, for as many ranks as
+        quantize: int8 or int4; a layout of its own with Meta's params.json, for as many ranks as
             there are shards.
-        force: replace a checkpoint that is in DST, all of the folder.
+        force: replace the checkpoint that is in DST, the whole folder.
     """
-    known = isinstance(to, str) and to in _WRITERS
-    require(known, f"--to {shown(to)}: it must be one of {', '.join(_WRITERS)}")
-    shards = checked_whole(shards, "--shards", 1)
-    known = dtype is None or (isinstance(dtype, str) and dtype in DTYPES)
-    require(known, f"--dtype {shown(dtype)}: it must be one of {', '.join(DTYPES)}")
+    layout = _LAYOUTS.get(str(to))
+    if layout is None:
+        raise LlamaError(f"--to {to!r:.80}: it must be one of {', '.join(_LAYOUTS)}")
+    require(
+        type(shards) is int and shards > 0,
+        f"--shards {shards!r:.80}: it must be a whole number from 1 on",
+    )
+    require(
+        dtype is None or str(dtype) in DTYPES,
+        f"--dtype {dtype!r:.80}: it must be one of {', '.join(DTYPES)}",
+    )
     quant.check_kind(quantize)
     require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
-    checkpoint = open_checkpoint(checked_path(str(src), "src"))
-    target = checked_path(str(dst), "dst").resolve()
+    checkpoint = open_checkpoint(checked_path(src, "src"))
+    target = checked_path(dst, "dst").resolve()
     require(
         checkpoint.quantized is None,
-        f"{checkpoint.path} is quantized, and cannot be converted: convert what it was made of",
+        f"{checkpoint.path} is quantized and cannot be converted: convert the full checkpoint",
     )
-    _require_replaceable(target, checked_flag(force, "--force"))
+    _remove_leftovers(target)
+    _require_replaceable(target, force)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype], quantize)
+    job = _Job(checkpoint, partial, shards, DTYPES.get(str(dtype)), quantize)
     try:
         partial.mkdir(parents=True)
         _require_disk(partial, job.total_bytes)
-        with progress_bar("writing", job.total_bytes) as bar:
-            _WRITERS[to](job, bar)
-        _copy_companions(checkpoint.path, partial)
+        layout(job)
         _swap_in(partial, target)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save: a RuntimeError
         raise LlamaError(
@@ -119,18 +115,19 @@ class _Job(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
+        parameters = self.checkpoint.parameters
         if self.quantize is not None:
-            shapes = {n: p.local_shape(self.shards) for n, p in self.checkpoint.parameters.items()}
+            shapes = {name: p.local_shape(self.shards) for name, p in parameters.items()}
             return self.shards * quant.total_bytes(shapes, self.quantize, torch.float32)
-        parameters = self.checkpoint.parameters.items()
-        return sum(math.prod(p.shape) * self.dtype_of(name).itemsize for name, p in parameters)
+        return sum(math.prod(p.shape) * self.dtype_of(n).itemsize for n, p in parameters.items())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype or self.checkpoint.parts[name][0].tensor.dtype
+        stored = self.checkpoint.stored_name(name)
+        return self.dtype or self.checkpoint.parts[stored][0].tensor.dtype
 
-    def read(self, name: str, rank: int = 0, ranks: int = 1, *, copy: bool = False) -> torch.Tensor:
-        """In the wanted dtype, whose range must hold what is stored."""
-        tensor = self.checkpoint.read(name, rank, ranks, dtype=self.dtype, copy=copy)
+    def read(self, name: str, rank: int = 0, ranks: int = 1) -> torch.Tensor:
+        """In the requested dtype, whose range must hold what is stored."""
+        tensor = self.checkpoint.read(name, rank, ranks, dtype=self.dtype)
         if self.dtype is not None and tensor.isinf().any():
             stored = self.checkpoint.read(name, rank, ranks)
             require(
@@ -141,69 +138,90 @@ class _Job(NamedTuple):
             )
         return tensor
 
+    def write(self, files: Files) -> dict[str, str]:
+        """Write weight files one after the other; returns which file holds which tensor."""
+        weight_map: dict[str, str] = {}
+        with tqdm(
+            desc="writing", total=self.total_bytes, unit="B", unit_scale=True, delay=1, disable=None
+        ) as bar:
+            for file, tensors in files:
+                shard = {}
+                for name, tensor in tensors:
+                    # A copy: torch.save would write the whole file that a view belongs to.
+                    shard[name] = tensor.clone(memory_format=torch.contiguous_format)
+                    bar.update(tensor.nbytes)
+                path = self.folder / file
+                if path.suffix == ".pth":
+                    torch.save(shard, path)
+                else:
+                    path.touch()
+                    mode = path.stat().st_mode
+                    save_file(shard, path, metadata={"format": "pt"})
+                    path.chmod(mode)  # safetensors writes for the owner only
+                weight_map |= dict.fromkeys(shard, file)
+        return weight_map
 
-def _write_meta(job: _Job, bar: tqdm) -> None:
-    checkpoint, config = job.checkpoint, job.checkpoint.config
+
+def _write_meta(job: _Job) -> None:
+    checkpoint = job.checkpoint
     require_split(checkpoint.args, job.shards, "shards")
     if checkpoint.format == "meta":
         shutil.copyfile(checkpoint.path / "params.json", job.folder / "params.json")
     else:
-        _write_json(job.folder / "params.json", to_params(checkpoint.params, config.context))
+        params = to_params(checkpoint.params, checkpoint.context)
+        _write_json(job.folder / "params.json", params)
+    job.write(_meta_files(job) if job.quantize is None else _quantized_files(job, job.quantize))
+    _copy_companions(checkpoint, job.folder)
+    if checkpoint.text.eos_ids:
+        ids = {"eos_token_id": list(checkpoint.text.eos_ids)}
+        _write_missing(job.folder / "generation_config.json", ids)
+
+
+def _meta_files(job: _Job) -> Files:
     for rank in range(job.shards):
-        if job.quantize is not None:
-            _write_quantized(job, job.quantize, rank, bar)
-            continue
-        shard = {}
-        for name in checkpoint.parameters:
-            # A copy, since torch.save would write all of the file that a view belongs to.
-            shard[name] = job.read(name, rank, job.shards, copy=True)
-            bar.update(shard[name].nbytes)
-        torch.save(shard, job.folder / f"consolidated.{rank:02d}.pth")
+        tensors = ((name, job.read(name, rank, job.shards)) for name in job.checkpoint.parameters)
+        yield f"consolidated.{rank:02d}.pth", tensors
 
 
-def _write_quantized(job: _Job, kind: str, rank: int, bar: tqdm) -> None:
-    shard: dict[str, torch.Tensor] = {}
-    for name, parameter in job.checkpoint.parameters.items():
-        if len(parameter.shape) == 2:
-            parts = job.checkpoint.read_quantized(name, kind, rank, job.shards)
-            named = {f"{name}.{part}": t for part, t in zip(quant.PARTS, parts, strict=True)}
-        else:
-            named = {name: job.read(name, copy=True)}
-        shard |= {name: tensor.contiguous() for name, tensor in named.items()}
-        bar.update(sum(tensor.nbytes for tensor in named.values()))
-    file = job.folder / f"quantized.{kind}.{rank:02d}-of-{job.shards:02d}.safetensors"
-    save_file(shard, file)
-    shutil.copymode(job.folder / "params.json", file)  # not for the owner alone
+def _quantized_files(job: _Job, kind: str) -> Files:
+    def tensors(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in job.checkpoint.parameters.items():
+            if len(parameter.shape) == 2:
+                parts = job.checkpoint.read_quantized(name, kind, rank, job.shards)
+                yield from zip((f"{name}.{part}" for part in quant.PARTS), parts, strict=True)
+            else:
+                yield name, job.read(name)
+
+    for rank in range(job.shards):
+        yield quantized.file_name(kind, rank, job.shards), tensors(rank)
 
 
-def _write_hf(job: _Job, bar: tqdm) -> None:
+def _write_hf(job: _Job) -> None:
     checkpoint = job.checkpoint
     tied = checkpoint.config.tied
-    if checkpoint.format == "meta":  # which has no word for it: the two are equal
-        tied = equal(checkpoint.read(EMBEDDING), checkpoint.read(OUTPUT))
+    if checkpoint.format == "meta":  # which cannot state it: the two are equal
+        a, b = checkpoint.read(EMBEDDING), checkpoint.read(OUTPUT)
+        tied = a.dtype == b.dtype and torch.equal(a, b)
     names = [name for name in checkpoint.parameters if not (tied and name == OUTPUT)]
-    n = job.shards
-    require(n <= len(names), f"--shards {n}: there are {len(names)} tensors")
-    _write_json(job.folder / "config.json", _config(job, tied))
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
+    require(job.shards <= len(names), f"--shards {job.shards}: there are {len(names)} tensors")
+    weight_map = job.write(_hf_files(job, names))
+    if job.shards > 1:
+        total = sum(
+            math.prod(checkpoint.parameters[name].shape) * job.dtype_of(name).itemsize
+            for name in names
+        )
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(job.folder / "model.safetensors.index.json", index)
+    _copy_companions(checkpoint, job.folder)
+    _write_hf_facts(job, tied)
+
+
+def _hf_files(job: _Job, names: list[str]) -> Files:
+    n, parameters = job.shards, job.checkpoint.parameters
     for i in range(n):
         file = "model.safetensors" if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
-        shard = {}
-        for name in names[i * len(names) // n : (i + 1) * len(names) // n]:
-            hf_name = checkpoint.parameters[name].hf_name
-            shard[hf_name] = _hf_tensor(job, name)
-            weight_map[hf_name] = file
-            total_bytes += shard[hf_name].nbytes
-            bar.update(shard[hf_name].nbytes)
-        save_file(shard, job.folder / file, metadata={"format": "pt"})
-        shutil.copymode(job.folder / "config.json", job.folder / file)  # not for the owner alone
-    if n > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_json(job.folder / "model.safetensors.index.json", index)
-
-
-_WRITERS = {"meta": _write_meta, "hf": _write_hf}
+        chosen = names[i * len(names) // n : (i + 1) * len(names) // n]
+        yield file, ((parameters[name].hf_name, _hf_tensor(job, name)) for name in chosen)
 
 
 def _hf_tensor(job: _Job, name: str) -> torch.Tensor:
@@ -213,30 +231,56 @@ def _hf_tensor(job: _Job, name: str) -> torch.Tensor:
     return tensor
 
 
-def _config(job: _Job, tied: bool) -> dict[str, Any]:
-    checkpoint = job.checkpoint
+def _write_hf_facts(job: _Job, tied: bool) -> None:
+    """config.json, and what transformers needs for the text where the source does not have it."""
+    checkpoint, folder = job.checkpoint, job.folder
+    if checkpoint.format == "hf":
+        config = read_json(checkpoint.path / "config.json")
+    else:
+        config = to_config(checkpoint.params, checkpoint.context)
     dtype = str(job.dtype_of(EMBEDDING)).removeprefix("torch.")
-    if checkpoint.format == "meta":
-        return to_config(checkpoint.params, checkpoint.context, tied=tied, dtype=dtype)
-    return read_json(checkpoint.path / "config.json") | {
-        "vocab_size": checkpoint.vocab_size,
-        "tie_word_embeddings": tied,
-        "dtype": dtype,
-        "torch_dtype": dtype,  # the same, for transformers before 4.56
-    }
+    config |= {"vocab_size": checkpoint.vocab_size, "tie_word_embeddings": tied}
+    config |= {"dtype": dtype, "torch_dtype": dtype}  # the same, before transformers 4.56
+    ids, pieces = _text_ids(checkpoint)
+    _write_json(folder / "config.json", {**ids, **config})
+    _write_missing(folder / "generation_config.json", ids)
+    _write_missing(folder / "tokenizer_config.json", pieces)
+
+
+def _text_ids(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """BOS and EOS as ids and as a SentencePiece tokenizer's pieces, as far as they are known."""
+    try:
+        tokenizer = load_tokenizer(checkpoint.path, None, checkpoint.vocab_size)
+    except LlamaError:  # such as none: the weights can be written
+        return {}, {}
+    piece = tokenizer.sp_model.id_to_piece
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    if checkpoint.text.eos_ids:
+        ids["eos_token_id"] = list(checkpoint.text.eos_ids)
+    pieces = {"bos_token": piece(tokenizer.bos_id), "eos_token": piece(tokenizer.eos_id)}
+    pieces |= {"tokenizer_class": "LlamaTokenizer", "unk_token": piece(0)}
+    return ids, {**pieces, "add_bos_token": True, "add_eos_token": False}
+
+
+_LAYOUTS: dict[str, Callable[[_Job], None]] = {"meta": _write_meta, "hf": _write_hf}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_companions(src: Path, dst: Path) -> None:
-    for name in _COMPANIONS:
-        # Meta's folders share the tokenizer of the folder above them.
-        for folder in (src, src.parent) if name == "tokenizer.model" else (src,):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, dst / name)
-                break
+def _write_missing(path: Path, content: dict[str, Any]) -> None:
+    if content and not path.exists():
+        _write_json(path, content)
+
+
+def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+    sources = [checkpoint.path / name for name in _COMPANIONS]
+    with suppress(LlamaError):  # which may be in the folder above
+        sources.append(find_tokenizer(checkpoint.path))
+    for source in sources:
+        if source.is_file():
+            shutil.copyfile(source, folder / source.name)
 
 
 def _require_replaceable(target: Path, force: bool) -> None:
@@ -244,16 +288,17 @@ def _require_replaceable(target: Path, force: bool) -> None:
         return
     require(force, f"{target} exists: choose another folder, or replace it with --force")
     held = sorted(target.iterdir()) if target.is_dir() else []
-    weights = [f for f in held if WEIGHT_FILE.fullmatch(f.name)]
+    patterns = (meta.SHARD, hf.WEIGHTS, quantized.FILE)
+    weights = [f for f in held if any(pattern.fullmatch(f.name) for pattern in patterns)]
     require(
-        bool(weights) and any((target / f).is_file() for f in _FACTS),
-        f"{target} is no checkpoint's folder, and --force would remove it: choose another folder",
+        bool(weights) and any((target / name).is_file() for name in _FACTS),
+        f"{target} does not hold a checkpoint, and --force would remove it: choose another folder",
     )
-    known = [*weights, *(target / name for name in (*_FACTS, *_COMPANIONS, *_PAPERS))]
+    known = [*weights, *(target / name for name in (*_FACTS, *_COMPANIONS))]
     other = next((f.name for f in held if f not in known or not f.is_file()), None)
     require(
         other is None,
-        f"{target} is more than a checkpoint's folder, and --force would remove {other} too: "
+        f"{target} holds more than a checkpoint, and --force would remove {other!r:.80} as well: "
         "choose another folder",
     )
 
@@ -268,13 +313,52 @@ def _require_disk(folder: Path, needed_bytes: int) -> None:
 
 
 def _swap_in(partial: Path, target: Path) -> None:
-    """Rename, never write over: somebody may have the old files mapped."""
+    """Rename, never write over: another process may have the old files mapped."""
+    if not target.exists() or _exchanged(partial, target):
+        if not target.exists():
+            partial.rename(target)
+        return
     old = partial.with_suffix(".old")
     try:
-        if target.exists():
-            target.rename(old)
+        target.rename(old)
         partial.rename(target)
-    finally:  # an interrupt may come between the two, or behind them
+    finally:  # an interrupt may come between the two, or after them
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(a: Path, b: Path) -> bool:
+    """Swap two folders in one step, on the systems that can."""
+    libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    names = os.fsencode(a), os.fsencode(b)
+    if hasattr(libc, "renameat2"):
+        return bool(libc.renameat2(-100, names[0], -100, names[1], 2) == 0)
+    if hasattr(libc, "renamex_np"):
+        return bool(libc.renamex_np(*names, 2) == 0)
+    return False
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Of runs that were killed. A target that was being replaced is put back."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.(partial|old)")
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match is None or _is_running(int(match[1])):
+            continue
+        if match[2] == "old" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    if os.name != "posix" or pid == os.getpid():
+        return os.name != "posix"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True

@@ -1,10 +1,12 @@
-"""Opening files that may be anything: a wrong or damaged one is named, and said what it is."""
+"""Opening files that may be anything: a wrong or damaged file is named, with what it really is."""
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,16 @@ from safetensors import safe_open
 
 from llama.errors import LlamaError, require
 
-# What a file looks like, by how it begins. The first match counts.
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ZIP, _PICKLE, _SAFETENSORS = "a zip archive", "a pickle", "a safetensors file"
+# What a file is, by its beginning. The first match counts.
 _BEGINNINGS = {
-    _SAFETENSORS: rb".{6}\x00\x00\s*\{\s*\"",  # any length, and then JSON
+    _SAFETENSORS: rb".{6}\x00\x00\s*\{\s*\"",  # any length, then JSON
     "a git-lfs pointer (`git lfs pull` gets the file)": rb"version https://git-lfs",
     "an HTML page (a failed download)": rb"(?i)\s*<(!doctype|html|\?xml)",
+    "a GGUF file": rb"GGUF",
     _ZIP: rb"PK\x03\x04",
     _PICKLE: rb"\x80[\x02-\x05]",
-    "a tiktoken file": rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n",
-    "JSON": rb"(\xef\xbb\xbf)?\s*[\[{]\s*[\"{\[\]}]",
-    "a file of zeros (an unfinished download)": rb"\x00{16}",
-    "plain text": rb"[\t\r\n -~]+\Z",
 }
 
 
@@ -44,19 +44,19 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        what = looks_like(path) or "of an unknown kind"
-        what = "damaged JSON" if what == "JSON" else f"{what} and not JSON"
+        what = looks_like(path) or "damaged JSON"
         raise LlamaError(f"{path} is {what}: download it again") from error
     require(isinstance(found, dict), f"{path} holds a {type(found).__name__}: it must be an object")
     return found
 
 
 def map_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors in a .safetensors file or in one that torch.save wrote, mapped and not read.
+    """The tensors in a .safetensors file or one written by torch.save, mapped, not read.
 
-    Nothing but tensors is taken from a pickle: whatever else is in it does not run.
+    Only tensors are taken from a pickle; whatever else is in it does not run. No tensor is larger
+    than what the file holds of it.
     """
-    require(path.is_file(), f"{path} is missing: download it too")
+    require(path.is_file(), f"{path} is missing: download it as well")
     expected = [_SAFETENSORS] if path.suffix == ".safetensors" else [_ZIP, _PICKLE]
     try:
         what = looks_like(path)
@@ -69,32 +69,44 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     )
     try:
         if what == _SAFETENSORS:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", device="cpu") as file:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
-            # A pickle that is not in an archive (PyTorch before 1.6) cannot be mapped.
-            found = torch.load(path, map_location="cpu", mmap=what == _ZIP, weights_only=True)
-    except Exception as error:  # what the parsers raise on a damaged file has no common class
+            found = _unpickle(path, zipped=what == _ZIP)
+    except LlamaError:
+        raise
+    except Exception as error:  # the parsers' errors for a damaged file have no common class
         raise LlamaError(f"{path} {_fault(path, error)}") from error
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         held = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
-        raise LlamaError(
-            f"{path} holds {held:.80} and not tensors alone: save the state dict alone"
-        )
+        raise LlamaError(f"{path} holds {held:.80} and not only tensors: save only the state dict")
     for name, tensor in found.items():
         fault = _fault_of_tensor(name, tensor)
         require(fault is None, f"{path}: {name!r:.80} {fault}")
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
+def _unpickle(path: Path, *, zipped: bool) -> Any:
+    if zipped:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            packed = any(e.compress_type or e.file_size > size for e in archive.infolist())
+        # torch.save never compresses; a small file could unpack to more than fits in memory.
+        require(not packed, f"{path} is a compressed archive: write it again with torch.save")
+    # A pickle outside an archive (PyTorch before 1.6) cannot be mapped.
+    return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+
+
 def _fault_of_tensor(name: object, tensor: torch.Tensor) -> str | None:
     if not isinstance(name, str):
-        return "is no parameter's name: save the state dict alone"
+        return "is not the name of a parameter: save only the state dict"
     if tensor.is_meta:
-        return "has no values, only a shape: save the model after its weights are loaded"
+        return "has a shape but no values: save the model after its weights are loaded"
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"is a {kind} tensor: save it dense"
+    if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "is larger than what the file holds of it: save it with .contiguous()"
     return None
 
 
@@ -102,9 +114,9 @@ def _fault(path: Path, error: Exception) -> str:
     refused = re.search(r"(?i)unsupported (?:global: )?GLOBAL (\S+)", str(error))
     if refused:
         return (
-            f"holds {refused[1]}, which is no tensor and might run code, so it was not read: "
-            "save the state dict alone, best as .safetensors"
+            f"holds {refused[1]:.80}, which is not a tensor and might run code, so it was not "
+            "read: save only the state dict, preferably as .safetensors"
         )
     if isinstance(error, pickle.UnpicklingError):
-        return "is damaged, or holds more than tensors, and was not read: download it again"
+        return "is damaged or holds more than tensors, and was not read: download it again"
     return f"is truncated or damaged at {path.stat().st_size:,} bytes: download it again"

@@ -1,53 +1,200 @@
-"""The steps of `Llama.build`: its arguments, the tokenizer, this rank's part of the model."""
+"""Open a checkpoint of any format, and give a model this rank's weights."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from fairscale.nn.model_parallel import initialize as groups
+from torch import nn
+from tqdm import tqdm
 
-from llama.checkpoints import reader as checkpoints
+from llama import quantize as quant
+from llama.checkpoints.files import DTYPES
+from llama.checkpoints.hf import open_hf
+from llama.checkpoints.meta import SHARD, open_meta
+from llama.checkpoints.quantized import open_quantized
+from llama.checkpoints.reader import Checkpoint, file_errors
 from llama.errors import LlamaError, checked_path, require
 from llama.kv_cache import checked_dtype
 from llama.model import ModelArgs, Transformer
 from llama.parallel import ranks
 from llama.parallel.groups import Runtime
-from llama.sizes import require_room
+from llama.parameters import OUTPUT, require_split
+from llama.sizes import format_bytes, require_room
 from llama.tokenizer import Tokenizer
+
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
+_FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized"}
+
+
+def open_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
+    """Recognise a folder by what it holds, and check it against what it says of itself.
+
+    Reads JSON and the headers of the weight files; of the weights only the norms, and an output
+    layer that is stored though it is said to be tied.
+
+    Raises:
+        LlamaError: the folder does not hold one complete and consistent checkpoint.
+    """
+    checkpoint = find_checkpoint(ckpt_dir)
+    errors = file_errors(checkpoint)
+    if errors:
+        more = f" ({len(errors) - 1} more: python -m llama inspect {checkpoint.path})"
+        raise LlamaError(errors[0] + more * (len(errors) > 1))
+    return checkpoint
+
+
+def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
+    """`open_checkpoint` without the check of the tensors."""
+    path = Path(ckpt_dir)
+    if not path.is_dir():
+        state = "is a file" if path.exists() else "does not exist"
+        raise LlamaError(f"{str(path)!r:.80} {state}: pass the folder that holds the checkpoint")
+    require(
+        os.access(path, os.R_OK | os.X_OK),
+        f"{str(path)!r:.80} is not readable: change its permissions",
+    )
+    for opener in (open_meta, open_hf, open_quantized):
+        checkpoint = opener(path)
+        if checkpoint is not None:
+            return checkpoint
+    raise LlamaError(_what_is_missing(path))
+
+
+def _what_is_missing(path: Path) -> str:
+    held = sorted(file.name for file in path.iterdir())
+    if "params.json" in held:
+        return f"{path / 'consolidated.00.pth'} is missing: download it as well"
+    if any(SHARD.fullmatch(name) for name in held):
+        return f"{path / 'params.json'} is missing: download it as well"
+    if "adapter_config.json" in held:
+        return f"{path} holds an adapter only: pass the folder of the base model"
+    listed = ", ".join(held[:8]) + ", ..." * (len(held) > 8) if held else "nothing"
+    # One level down, or as the Hub's cache keeps a repository: snapshots/COMMIT/.
+    patterns = [f"{up}/{name}.json" for up in ("*", "*/*") for name in ("params", "config")]
+    inner = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
+    hint = f"; did you mean {inner[0]}?" if inner else ""
+    return (
+        f"{path} holds neither params.json with consolidated.00.pth (Meta) nor config.json with "
+        f"model.safetensors (Hugging Face), but {listed:.300}{hint}"
+    )
+
+
+def find_tokenizer(folder: Path) -> Path:
+    """The tokenizer in a checkpoint's folder; Meta's folders share the one in the folder above."""
+    folder = Path(os.path.abspath(folder))
+    meta = not (folder / "config.json").is_file()
+    for place in (folder, folder.parent) if meta else (folder,):
+        for name in TOKENIZERS:
+            if (place / name).is_file():
+                return place / name
+    above = " nor in the folder above it" * meta
+    raise LlamaError(
+        f"there is no {' or '.join(TOKENIZERS)} in {str(folder)!r}{above}: download it as well, or "
+        "pass tokenizer_path"
+    )
 
 
 def load_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer at a path, or the one that lies with the checkpoint."""
-    tokenizer = Tokenizer(_find_tokenizer(ckpt_dir, tokenizer_path))
+    """The tokenizer at a path, or the one that comes with the checkpoint."""
+    if tokenizer_path is None:
+        tokenizer = Tokenizer(find_tokenizer(ckpt_dir))
+    else:
+        tokenizer = Tokenizer(checked_path(tokenizer_path, "tokenizer_path"))
     require(
         tokenizer.n_words <= vocab_size,
-        f"the tokenizer has {tokenizer.n_words} pieces, and the checkpoint has embeddings for "
-        f"{vocab_size}: pass the tokenizer.model that belongs to the checkpoint",
+        f"the tokenizer has {tokenizer.n_words} tokens, but the checkpoint has embeddings for "
+        f"{vocab_size}: pass the tokenizer that belongs to the checkpoint",
     )
     return tokenizer
 
 
-def _find_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None) -> Path:
-    if tokenizer_path is not None:
-        return checked_path(tokenizer_path, "tokenizer_path")
-    for folder in (ckpt_dir, ckpt_dir.parent):
-        if (folder / "tokenizer.model").is_file():
-            return folder / "tokenizer.model"
-    hint = ""
-    if (ckpt_dir / "tokenizer.json").is_file():
-        hint = (
-            ", the SentencePiece file from the model's own download page (all of Llama 2 share "
-            "one); the tokenizer.json that is there cannot take its place"
-        )
-    raise LlamaError(
-        f"there is no tokenizer.model in {str(ckpt_dir)!r} nor in the folder above it: "
-        f"pass tokenizer_path{hint}"
-    )
+def validation_errors(checkpoint: Checkpoint) -> list[str]:
+    """Why `Llama.build` would refuse the checkpoint, a sentence each; empty: it would not."""
+    errors = file_errors(checkpoint)
+    try:
+        load_tokenizer(checkpoint.path, None, checkpoint.vocab_size)
+    except LlamaError as error:
+        errors.append(str(error))
+    return errors
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, str]:
+    """What `inspect` prints of a checkpoint, by label."""
+    args, tied = checkpoint.args, checkpoint.config.tied
+    stored = [p for name, p in checkpoint.parameters.items() if not (tied and name == OUTPUT)]
+    n_parameters = sum(torch.Size(parameter.shape).numel() for parameter in stored)
+    dtypes = {str(part.tensor.dtype) for parts in checkpoint.parts.values() for part in parts}
+    dtype = checkpoint.quantized or ", ".join(sorted(dtypes)).replace("torch.", "")
+    try:
+        tokenizer = str(find_tokenizer(checkpoint.path))
+    except LlamaError:
+        tokenizer = "none"
+    eos = ", ".join(map(str, checkpoint.text.eos_ids)) or "as the tokenizer has it"
+    facts = {
+        "format": _FORMATS[checkpoint.format],
+        "shards": f"{len(checkpoint.files)}, {checkpoint.files[0].suffix}",
+        "parameters": f"{n_parameters:,} in {len(stored)} tensors",
+        "dtype": dtype,
+        "layers": f"{args.n_layers} of dim {args.dim}, feed-forward {args.ffn_dim}",
+        "heads": f"{args.n_heads}, {args.kv_heads} key/value heads, {args.head_dim} wide",
+        "vocabulary": f"{args.vocab_size}" + ", output tied to the embedding" * tied,
+        "context": str(checkpoint.context or "not stated"),
+        "tokenizer": tokenizer,
+        "EOS": eos,
+        "template": "yes" if checkpoint.text.chat_template else "none",
+    }
+    sizes = {f"as {name}": n_parameters * dtype.itemsize for name, dtype in DTYPES.items()}
+    return facts | {label: format_bytes(size) for label, size in sizes.items()}
+
+
+def load(
+    model: Transformer,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    quantize: str | None = None,
+    progress: bool = True,
+) -> None:
+    """Give `model`, built under `torch.device("meta")`, this rank's weights.
+
+    With `quantize`, each is quantized before the next is read. The caller then allocates what no
+    checkpoint stores: `model.allocate_state(device, dtype)`.
+    """
+    rank, n_ranks = groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
+    require_split(checkpoint.args, n_ranks)
+    kind = checkpoint.check_quantize(quantize, n_ranks)
+    named = list(model.named_parameters())
+    if kind is not None:  # the largest first: each is in memory twice while it is quantized
+        named.sort(key=lambda item: -item[1].numel())
+    total = sum(p.numel() for _, p in named) * dtype.itemsize
+    # `disable=None`: only on a terminal.
+    hidden: Any = None if progress else True
+    with tqdm(
+        desc="loading", total=total, unit="B", unit_scale=True, delay=1, disable=hidden
+    ) as bar:
+        for name, parameter in named:
+            module = model.get_submodule(name.removesuffix(".weight"))
+            bar.update(parameter.numel() * dtype.itemsize)
+            if kind is not None and parameter.ndim == 2:
+                parts = checkpoint.read_quantized(name, kind, rank, n_ranks)
+                quant.install(name, module, parts, torch.device(device))
+                continue
+            if name == OUTPUT and checkpoint.config.tied and n_ranks == 1:
+                tensor = model.tok_embeddings.weight.data
+            else:
+                tensor = checkpoint.read(name, rank, n_ranks, device=device, dtype=dtype)
+            assert tensor.shape == parameter.shape, (name, tensor.shape, parameter.shape)
+            module.weight = nn.Parameter(tensor, requires_grad=False)
 
 
 def load_model(
     args: ModelArgs,
-    checkpoint: checkpoints.Checkpoint,
+    checkpoint: Checkpoint,
     runtime: Runtime,
     kv_cache_dtype: str | torch.dtype | None,
     quantize: str | None = None,
@@ -65,14 +212,12 @@ def load_model(
         tied=checkpoint.config.tied,
         quantize=kind,
     )
-    # Outside inference mode, so that torch counts the writes to the cache: see CacheRecord.
+    # Outside inference mode, so that torch counts the writes to the cache.
     with torch.inference_mode(False):
         with torch.device("meta"):
             model = Transformer(args)
-        shown = runtime.rank == 0
-        checkpoints.load(
-            model, checkpoint, device=device, dtype=dtype, quantize=kind, progress=shown
-        )
+        progress = runtime.rank == 0
+        load(model, checkpoint, device=device, dtype=dtype, quantize=kind, progress=progress)
         model.allocate_state(device, cache_dtype)
     ranks.check_weights(model)
     return model.eval()

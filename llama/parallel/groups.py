@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -110,15 +110,15 @@ def teardown(runtime: Runtime) -> None:
             _owned.release()
 
 
+@dataclass
 class OwnedGroups:
     """The groups that were made here, not by the caller."""
 
-    def __init__(self) -> None:
-        self.world: dist.ProcessGroup | None = None
-        self.groups: list[dist.ProcessGroup] = []
-        self.store: dist.Store | None = None  # kept: on rank 0 it serves the other ranks
-        self.n_worlds = 0  # equal on all ranks
-        self.process = os.getpid()
+    world: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    store: dist.Store | None = None  # kept: on rank 0 it serves the other ranks
+    n_worlds: int = 0  # equal on all ranks
+    process: int = field(default_factory=os.getpid)
 
     def start_world(self, world_size: int, device: torch.device, timeout_s: float) -> None:
         """Make the default group; a single process keeps it in memory."""
@@ -160,8 +160,8 @@ class OwnedGroups:
         size = world_size if model_parallel_size is None else model_parallel_size
         require(
             1 <= size <= world_size and world_size % size == 0,
-            f"model_parallel_size {size} does not divide the number of processes, {world_size}: "
-            f"start with torchrun --nproc_per_node {size}, or leave model_parallel_size out",
+            f"model_parallel_size {size} does not divide the world size {world_size}: start with "
+            f"torchrun --nproc_per_node {size}, or leave model_parallel_size out",
         )
         replicas = [list(range(i, i + size)) for i in range(0, world_size, size)]
         layout = {
@@ -169,9 +169,9 @@ class OwnedGroups:
             "_MODEL_PARALLEL_GROUP": replicas,
             "_PIPELINE_PARALLEL_GROUP": [[rank] for rank in range(world_size)],
         }
+        timeout = timedelta(seconds=timeout_s)
         with _loopback(world_size):
             for name, ranks in layout.items():
-                timeout = timedelta(seconds=timeout_s)
                 group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
                 self.groups.append(group)
                 setattr(groups, name, group)
@@ -234,8 +234,8 @@ def wait_for_all(
     except RuntimeError as error:
         missing_ranks = [i for i, key in enumerate(keys) if not store.check([key])]
         raise LlamaError(
-            f"rank {rank} waited {timeout_s:g} s in build, and of all ranks {missing_ranks} did "
-            "not call it: see what they do, and call build on every rank"
+            f"rank {rank} waited {timeout_s:g} s in build for ranks {missing_ranks}: see what they "
+            "do, and call build on every rank"
         ) from error
     require_same("the backend", [store.get(key).decode() for key in keys])
 
@@ -262,8 +262,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def brief(value: Any) -> str:
-    """A short text that is equal for equal values only."""
-    text = repr(value)
+    """A short text that is equal for equal values only; a function's is its name."""
+    text = getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... (crc32 {zlib.crc32(text.encode()):08x})"
 
 

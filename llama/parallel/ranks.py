@@ -15,7 +15,6 @@ from fairscale.nn.model_parallel import initialize as groups
 from llama.errors import LlamaError
 from llama.model import RMSNorm, Transformer
 from llama.parallel.groups import Runtime, brief, check_same, gather, gloo_group, require_same
-from llama.parallel.layers import all_gather
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -102,7 +101,8 @@ class Events:
     """A channel from rank 0 to the other ranks that may idle for ever.
 
     Rank 0 sends heartbeats, so that the others tell an idle rank from a dead one: they wait at most
-    `timeout_s` seconds for either. All ranks make the channel, and close it, together.
+    `timeout_s` seconds for either. All ranks make the channel, and close it, together; between two
+    events they do the same work.
     """
 
     def __init__(self, timeout_s: float = 600) -> None:
@@ -195,35 +195,12 @@ def _waiting(timeout_s: float | None, what: str) -> Iterator[None]:
         if timeout_s is None or not is_collective:
             raise
         raise RuntimeError(
-            f"rank {dist.get_rank()} waited {what}, and one of them ended or did not answer within "
-            f"{timeout_s:g} s: see what it wrote to standard error, or pass a larger timeout_s"
+            f"rank {dist.get_rank()} waited {what}, but a rank ended or did not answer within "
+            f"{timeout_s:g} s: see what the ranks wrote to standard error, or pass a larger "
+            "timeout_s"
         ) from error
 
 
 def waiting_to_load(runtime: Runtime) -> AbstractContextManager[None]:
     """`waiting`, while the ranks load their weights and compare them."""
     return waiting(runtime, "for the other ranks to load their weights")
-
-
-# What generation.py calls until the engine's calls above take their place.
-
-
-def check_call(rows: Any, how: Any, *, everyone: bool = False, **arguments: Any) -> None:
-    """The old comparison of a call."""
-    arguments |= {"temperature": how.temperature, "top_p": how.top_p}
-    arguments |= {"prompts": [row.prompt for row in rows], "limits": [row.limit for row in rows]}
-    check_same(arguments, None if everyone else groups.get_model_parallel_group())
-
-
-def check_tokens(tokens: torch.Tensor) -> None:
-    """The old comparison of drawn tokens."""
-    group = groups.get_model_parallel_group()
-    drawn = all_gather(tokens[:, None], group.group_name, group.size())  # (bsz, ranks)
-    if not bool((drawn == drawn[:, :1]).all()):
-        raise LlamaError(f"rank 1 drew token {drawn.tolist()}: give every rank the same calls")
-
-
-def share(runtime: Runtime, rows: Any, how: Any, answer: Any) -> list[Any]:
-    """The old name of `run_data_parallel`."""
-    check_call(rows, how, everyone=True)
-    return run_data_parallel(runtime, rows, {}, answer)

@@ -1,0 +1,27 @@
+"""Meta's layout: params.json and consolidated.NN.pth, one file for each rank of the training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llama.checkpoints.config import read_params, read_text_facts
+from llama.checkpoints.reader import Checkpoint, map_parts
+from llama.errors import require
+
+SHARD = re.compile(r"consolidated\.\d\d\.(pth|safetensors)")
+
+
+def open_meta(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder; None if the folder has another layout."""
+    shards = sorted(f for f in path.iterdir() if SHARD.fullmatch(f.name))
+    if not shards or not (path / "params.json").is_file():
+        return None
+    files = [f for f in shards if f.suffix == shards[0].suffix]
+    for i in range(int(files[-1].name.split(".")[1])):
+        file = path / f"consolidated.{i:02d}{files[0].suffix}"
+        require(
+            file in files, f"{file} is missing, but there is {files[-1].name}: download it as well"
+        )
+    config = read_params(path / "params.json")
+    return Checkpoint(path, "meta", files, config, read_text_facts(path), map_parts(files))
