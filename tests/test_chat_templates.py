@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_tokenizer_files import STORIES_MODEL, byte_level, metaspace
 
-from llama import LlamaError, Tokenizer
+from llama import Llama, LlamaError, Tokenizer
 from llama.chat import (
     FORMATS,
     ChatFormat,
@@ -322,3 +322,16 @@ def test_rendering_restores_a_debuggers_trace() -> None:
         assert sys.gettrace() is trace
     finally:
         sys.settrace(before)
+
+
+def test_build_takes_a_chat_format_in_place_of_the_checkpoints() -> None:
+    template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}{% endfor %}"
+    with Llama.build(max_seq_len=128, chat_format=template, verbose=False) as llama:
+        assert llama.chat_format.name == "template"
+        ids = llama.tokenizer.encode("user: [INST]")
+        assert llama.chat_format.encode([user("[INST]")]) == ids
+        (answer,) = llama.chat_completion([[user("[INST]")]], temperature=0, max_gen_len=4)
+        (text,), _ = llama.generate([ids], 4, temperature=0)
+        assert answer["generation"]["content"] == llama.tokenizer.decode(text)
+    with pytest.raises(LlamaError, match="'llama3' needs the tokens"):
+        Llama.build(chat_format="llama3", verbose=False)
