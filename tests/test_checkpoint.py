@@ -651,7 +651,9 @@ def test_ranks_that_cannot_share_the_model_are_refused() -> None:
     require_split(args, 4)  # ranks pad the vocabulary
     with pytest.raises(LlamaError, match="1026 rows of the vocabulary do not divide by 4 shards"):
         require_split(args, 4, "shards")
-    with pytest.raises(LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2, 4$"):
+    with pytest.raises(
+        LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2, 4$"
+    ):
         require_split(args, 8)
 
 
@@ -781,7 +783,9 @@ def test_the_tokenizer_of_the_folder_above_serves_metas_layout_only(
     assert find_tokenizer(Path(".")) == above
     convert(".", "../converted", to="meta")
     assert (tmp_path / "converted/tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
-    with pytest.raises(LlamaError, match=r"there is none of tokenizer.model, .*tokenizer.json in .*hf'"):
+    with pytest.raises(
+        LlamaError, match=r"there is none of tokenizer.model, .*tokenizer.json in .*hf'"
+    ):
         find_tokenizer(hf)
     (meta / "tokenizer.json").write_text("{}")
     assert find_tokenizer(meta) == meta / "tokenizer.json"
