@@ -30,7 +30,7 @@ from llama.checkpoints.load import find_tokenizer, load, open_checkpoint, valida
 from llama.checkpoints.reader import Checkpoint
 from llama.generation import STORIES
 from llama.model import ModelArgs, Transformer
-from llama.parameters import require_split
+from llama.parameters import padded, require_split
 from llama.sizes import require_room
 
 TOKENIZER = GOLDEN / "rand_gqa" / "tokenizer.model"
@@ -203,13 +203,17 @@ def _compare_on_ranks(
     for name, folder, expected in cases:
         checkpoint = open_checkpoint(folder)
         args = ModelArgs(**checkpoint.params, max_batch_size=1, max_seq_len=256)
+        args.vocab_size = padded(args.vocab_size, ranks)
         require_room(args, device=CPU, dtype=torch.float32, ranks=ranks)
         with torch.device("meta"):
             model = Transformer(args)
         load(model, checkpoint, device=CPU, dtype=torch.float32)
         model.allocate_state("cpu", torch.float32)
         # Sums of 4 parts instead of one differ by about 1e-6.
-        torch.testing.assert_close(model(TOKENS, 0), expected, atol=1e-5, rtol=0, msg=name)
+        logits = model(TOKENS, 0)
+        assert not logits[..., checkpoint.vocab_size :].any()
+        logits = logits[..., : checkpoint.vocab_size]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0, msg=name)
     with pytest.raises(
         LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2, 4"
     ):
@@ -227,7 +231,11 @@ def pairings(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path, 
     ]
     rows = write_meta(root / "rows", state, shards=4, embedding_axis=0)
     cases.append(("Llama 3's embedding", rows, expected))
-    for name, config, size in (("hf", {}, "1GB"), ("hf4", {"tie_word_embeddings": True}, "150KB")):
+    for name, config, size in (
+        ("hf", {}, "1GB"),
+        ("hf4", {"tie_word_embeddings": True}, "150KB"),
+        ("a vocabulary to pad", {"vocab_size": VOCAB + 1}, "1GB"),
+    ):
         model = hf_model(num_key_value_heads=4, **config)
         model.save_pretrained(root / name, max_shard_size=size)
         cases.append((name, root / name, logits_of(root / name)))
@@ -651,7 +659,9 @@ def test_ranks_that_cannot_share_the_model_are_refused() -> None:
     require_split(args, 4)  # ranks pad the vocabulary
     with pytest.raises(LlamaError, match="1026 rows of the vocabulary do not divide by 4 shards"):
         require_split(args, 4, "shards")
-    with pytest.raises(LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2, 4$"):
+    with pytest.raises(
+        LlamaError, match=r"4 key/value heads do not divide by 8 ranks: use 1, 2, 4$"
+    ):
         require_split(args, 8)
 
 
@@ -781,7 +791,9 @@ def test_the_tokenizer_of_the_folder_above_serves_metas_layout_only(
     assert find_tokenizer(Path(".")) == above
     convert(".", "../converted", to="meta")
     assert (tmp_path / "converted/tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
-    with pytest.raises(LlamaError, match=r"there is none of tokenizer.model, .*tokenizer.json in .*hf'"):
+    with pytest.raises(
+        LlamaError, match=r"there is none of tokenizer.model, .*tokenizer.json in .*hf'"
+    ):
         find_tokenizer(hf)
     (meta / "tokenizer.json").write_text("{}")
     assert find_tokenizer(meta) == meta / "tokenizer.json"
