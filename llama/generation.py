@@ -176,10 +176,11 @@ class Llama(Session):
         # The bounds are checked here, before any work.
         requests = self._requests(_named("prompt", prompt_tokens), params, seeds=seeds, echo=echo)
         with self._serving(requests) as show_progress:
-            while not all(request.is_finished for request in requests):
-                self.engine.advance()  # one step: prefill or decode, sample, advance start_pos
-                show_progress()
-        tokens = [request.prompt * echo + request.tokens for request in requests]
+            for request in requests:
+                while not request.is_finished:
+                    self.engine.advance()  # one step: prefill or decode, sample, for all requests
+                    show_progress()
+        tokens = [(request.prompt if echo else []) + request.tokens for request in requests]
         return tokens, [r.all_logprobs(echo) for r in requests] if params.logprobs else None
 
     def stream(

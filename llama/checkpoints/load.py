@@ -203,7 +203,7 @@ def load(
             bar.update(parameter.numel() * dtype.itemsize)
             if kind is not None and parameter.ndim == 2:
                 parts = checkpoint.read_quantized(name, kind, rank, n_ranks)
-                quant.install(name, module, parts, torch.device(device))
+                quant.install(module, parts, torch.device(device))
                 continue
             if name == OUTPUT and checkpoint.config.tied and n_ranks == 1:
                 tensor = model.tok_embeddings.weight.data
