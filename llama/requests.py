@@ -12,7 +12,7 @@ import torch
 from llama.detokenizer import Detokenizer
 from llama.errors import require
 from llama.model import ModelArgs
-from llama.sampling import Draws, SamplingParams
+from llama.sampling import Draws, SamplingParams, top_logprobs
 
 FinishReason = Literal["stop", "length"]
 
@@ -37,6 +37,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=lambda: [0.0])  # position 0 has none
+    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=lambda: [{}])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     n_reused: int = 0  # tokens of the prompt that the cache held already
     finish_reason: FinishReason | None = None
@@ -79,9 +80,7 @@ class Request:
         if logprob is not None and self.params.logprobs:
             self.logprobs.append(logprob)
         if self.params.top_logprobs:
-            top = logits.log_softmax(-1).topk(min(self.params.top_logprobs, len(logits)))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            self.top_logprobs.append(dict(pairs))
+            self.top_logprobs += top_logprobs(logits[None], self.params.top_logprobs)
         if self.detokenizer is not None:
             self.detokenizer.push(token)
 
@@ -90,6 +89,7 @@ class Request:
             self.detokenizer.finish()
             if self.detokenizer.stop is not None:  # perhaps only in the text that was held back
                 reason, stop = "stop", self.detokenizer.stop
+        self.draws = _no_draws  # of a vocabulary each, and there may be many requests
         self.stop_reason, self.finish_reason = stop, reason  # readers look at the last one
 
     def raise_error(self) -> None:
@@ -98,7 +98,14 @@ class Request:
             raise self.error
 
     def all_logprobs(self, echo: bool) -> list[float]:
-        return self.prompt_logprobs * echo + self.logprobs
+        return (self.prompt_logprobs if echo else []) + self.logprobs
+
+
+def _no_draws() -> Draws:
+    raise AssertionError("the request has ended")
+
+    def all_top_logprobs(self, echo: bool) -> list[dict[int, float]]:
+        return self.prompt_top_logprobs * echo + self.top_logprobs
 
 
 def checked_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:

@@ -66,7 +66,7 @@ class Server:
         self.llama, self.name, self.max_queue = llama, name, max_queue
         self.args, self.tokenizer = llama.model.params, llama.tokenizer
         self.runner = Runner(llama, timeout_s=timeout_s)
-        self.metrics = Metrics(llama, self.runner)
+        self.metrics = Metrics(self.runner)
         self.started = int(time.time())
 
     @property
@@ -293,9 +293,12 @@ def make_app(
     app = FastAPI(
         title="llama", lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Json
     )
-    app.add_middleware(
-        Gate, api_key=api_key, max_body_bytes=MAX_BODY_BYTES, count=server.metrics.count
-    )
+    paths = {"/", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
+
+    def count(path: str, status: int) -> None:
+        server.metrics.requests.labels(path if path in paths else "other", status).inc()
+
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=MAX_BODY_BYTES, count=count)
     if cors is not None:
         app.add_middleware(
             CORSMiddleware, allow_origins=[cors], allow_methods=["*"], allow_headers=["*"]
@@ -396,7 +399,8 @@ def serve(
     """
     if listener is None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to end
-        return Runner(llama, timeout_s=timeout_s).run()
+        Runner(llama, timeout_s=timeout_s).run()
+        return
     server = Server(llama, name, max_queue=max_queue, timeout_s=timeout_s)
 
     def end() -> None:
