@@ -19,7 +19,7 @@ setup(
     # An editable install is then a path, in which Python finds the package before a mere folder of
     # the name llama, such as the clone itself for whoever works in the folder above it.
     package_dir={"": "."},
-    package_data={"llama": ["py.typed", "stories/*"]},
+    package_data={"llama": ["py.typed", "kernels.c", "stories/*"]},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={"plot": plot, "test": test},
 )

@@ -9,6 +9,7 @@ that has been read to its end.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from itertools import islice
 
 import torch
 
-from llama.errors import LlamaError
+from llama.errors import LlamaError, require
 from llama.kv_cache import Segment
 from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
@@ -47,7 +48,8 @@ class Engine:
         self._cancelled: deque[Request] = deque()
         self._just_prefilled = False
         self._n_steps = 0
-        self._is_stepping = False
+        self._stepper: int | None = None  # the thread that makes a step
+        self._process = os.getpid()
         self._closed: LlamaError | None = None
         self._changed = threading.Condition()
 
@@ -69,34 +71,47 @@ class Engine:
 
     def advance(self) -> None:
         """Make one step, or wait for the end of the one that another thread makes."""
-        with self._changed:
-            may_step, n_steps = not self._is_stepping, self._n_steps
-            self._is_stepping = True
-            if not may_step:
-                self._changed.wait_for(lambda: self._n_steps != n_steps or not self._is_stepping)
-        if may_step:
-            try:
-                self.step()
-            finally:
-                self._let_others_step()
+        self.refuse_forked()
+        thread, n_steps = threading.get_ident(), self._n_steps
+        try:
+            with self._changed:
+                if self._stepper not in (None, thread):
+                    self._changed.wait_for(lambda: self._n_steps != n_steps or not self._stepper)
+                    return
+                self._stepper = thread
+            self.step()
+        finally:
+            self._let_others_step()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep others from stepping, between two steps."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_stepping)
-            self._is_stepping = True
+        self.refuse_forked()
+        thread = threading.get_ident()
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stepper in (None, thread))
+                self._stepper = thread
             self._take_in()
             yield
         finally:
             self._let_others_step()
 
     def _let_others_step(self) -> None:
-        with self._changed:
-            self._n_steps += 1
-            self._is_stepping = False
-            self._changed.notify_all()
+        """Give back the right to step, if this thread has it: an interrupt may come at any time."""
+        if self._stepper == threading.get_ident():
+            with self._changed:
+                self._n_steps += 1
+                self._stepper = None
+                self._changed.notify_all()
+
+    def refuse_forked(self) -> None:
+        # Without a look at the lock, which may have been held when the process was forked.
+        require(
+            self._process == os.getpid(),
+            "this process was forked from the one that built this instance, and torch's threads do "
+            "not survive that: start it with the method 'spawn'",
+        )
 
     def shut_down(self, error: LlamaError) -> None:
         """End all requests with an error, and let go of the model; within `exclusive`."""
@@ -106,7 +121,7 @@ class Engine:
 
     def _refuse_all(self) -> None:
         for request in [*self.running.values(), *self.waiting]:
-            request.error = self._closed
+            request.error, request.row = self._closed, None
         self.running.clear()
         self.waiting.clear()
 
@@ -156,17 +171,18 @@ class Engine:
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
-        for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
-            if request.is_paused or self._shares_a_prefill(request):
+        unpaused = (request for request in self.waiting if not request.is_paused)
+        for request in list(islice(unpaused, 4 * len(self.cache.rows))):
+            if self._shares_a_prefill(request):
                 continue
             free = self._free_rows()
             if not free:
                 break
-            self.waiting.remove(request)
             reuse = not request.reads_every_position
             request.row, start_pos = self.cache.assign(request.ids, free, reuse=reuse)
             request.n_reused = request.n_reused or min(start_pos, len(request.prompt))
             self.running[request.row] = request
+            self.waiting.remove(request)
 
     def _free_rows(self) -> list[int]:
         """The rows without a request; if there are none, that of the longest-paused stream."""
@@ -217,6 +233,8 @@ class Engine:
         """The requests of the next pass, and the chunks of their prompts if it is a prefill."""
         prefilling, decoding = [], []
         for request in self.running.values():
+            if self._is_read(request):  # an interrupt came before its token was drawn
+                self.cache.rows[request.row or 0].pop()
             if self._n_pending(request) > 1 or (
                 request.reads_every_position and not request.tokens
             ):
@@ -346,7 +364,16 @@ class Engine:
     ) -> None:
         """Take in a drawn token, and finish the request if it ends there."""
         if token == NOT_FINITE:
-            self._fail([request], self._not_finite())
+            processor = request.params.logits_processor
+            self._fail(
+                [request],
+                self._not_finite()
+                if processor is None
+                else LlamaError(
+                    "the logits are not finite: logits_processor may return -inf, but no NaN, and "
+                    "must leave a token"
+                ),
+            )
         elif token in self.eos_ids:
             self._finish(request, "stop")
         elif token in request.stop_tokens:

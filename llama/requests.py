@@ -89,6 +89,7 @@ class Request:
             self.detokenizer.finish()
             if self.detokenizer.stop is not None:  # perhaps only in the text that was held back
                 reason, stop = "stop", self.detokenizer.stop
+        self.draws = _no_draws  # of a vocabulary each, and there may be many requests
         self.stop_reason, self.finish_reason = stop, reason  # readers look at the last one
 
     def raise_error(self) -> None:
@@ -97,7 +98,11 @@ class Request:
             raise self.error
 
     def all_logprobs(self, echo: bool) -> list[float]:
-        return self.prompt_logprobs * echo + self.logprobs
+        return (self.prompt_logprobs if echo else []) + self.logprobs
+
+
+def _no_draws() -> Draws:
+    raise AssertionError("the request has ended")
 
     def all_top_logprobs(self, echo: bool) -> list[dict[int, float]]:
         return self.prompt_top_logprobs * echo + self.top_logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,7 @@ def make_generator(device: torch.device, seed: int, replica: int = 0) -> torch.G
         not isinstance(seed, bool) and -(2**63) <= seed <= _HUGE,
         f"seed {seed!r:.80}: it must be a 64-bit integer",
     )
-    return torch.Generator(device).manual_seed(seed + replica)
+    return torch.Generator(device).manual_seed(index(seed) + replica)
 
 
 def derived_seed(seed: int, i: int) -> int:

@@ -130,7 +130,7 @@ def test_a_llama_3_folder_is_inspected_and_converted(tmp_path: Path) -> None:
     (src / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     convert(src, tmp_path / "hf", to="hf")
     assert open_checkpoint(tmp_path / "hf").args == open_checkpoint(src).args
-    assert (tmp_path / "hf/tokenizer.model").exists()
+    assert (tmp_path / "hf/tokenizer.json").exists()
     convert(tmp_path / "hf", tmp_path / "meta", to="meta")
     for name, tensor in weights().items():
         assert torch.equal(open_checkpoint(tmp_path / "meta").read(name), tensor)

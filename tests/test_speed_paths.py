@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llama import sampling
+from llama import kernels, quantize, sampling
 from llama.parallel import layers
-from llama.sampling import MOST_LIKELY, make_generator, sample_top_p
+from llama.sampling import TOPK_FAST_PATH, make_generator, sample_top_p
 
 CPU = torch.device("cpu")
 IN, OUT = 320, 2500  # more than SMALL numbers, and no whole number of tiles
@@ -24,7 +24,7 @@ def plain_top_p(probs: torch.Tensor, p: float, generator: torch.Generator) -> to
 
 
 def logits(spread: float, *, equal: bool = False) -> torch.Tensor:
-    x = torch.randn(4, 5 * MOST_LIKELY, generator=make_generator(CPU, 0)) * spread
+    x = torch.randn(4, 5 * TOPK_FAST_PATH, generator=make_generator(CPU, 0)) * spread
     return x.round() if equal else x
 
 
@@ -61,13 +61,16 @@ def test_all_tokens_are_sorted_only_where_the_most_likely_do_not_decide(
     assert sorts == 3
 
 
-@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("choice", kernels.CHOICES)
 def test_a_product_is_that_of_float64(
-    rows: int, dtype: torch.dtype, slow: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, dtype: torch.dtype, slow: bool, choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "_SLOW_DTYPES", {torch.bfloat16, torch.float16} if slow else set())
+    slow_dtypes = {torch.bfloat16, torch.float16} if slow else set()
+    monkeypatch.setattr(quantize, "SLOW_DTYPES", slow_dtypes)
+    monkeypatch.setattr(kernels, "_choice", choice)
     x = torch.randn(rows, 2, IN).to(dtype)
     weight = (torch.randn(OUT, IN) / IN**0.5).to(dtype)
     assert weight.numel() > layers.SMALL

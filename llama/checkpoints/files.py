@@ -25,6 +25,8 @@ _BEGINNINGS = {
     "a GGUF file": rb"GGUF",
     _ZIP: rb"PK\x03\x04",
     _PICKLE: rb"\x80[\x02-\x05]",
+    "a tiktoken file": rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n",
+    "JSON": rb"(\xef\xbb\xbf)?\s*[\[{]\s*[\"{\[\]}]",
 }
 
 
@@ -44,7 +46,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        what = looks_like(path) or "damaged JSON"
+        what = looks_like(path) or "of an unknown kind"
+        what = "damaged JSON" if what == "JSON" else f"{what} and not JSON"
         raise LlamaError(f"{path} is {what}: download it again") from error
     require(isinstance(found, dict), f"{path} holds a {type(found).__name__}: it must be an object")
     return found

@@ -12,9 +12,23 @@ from llama.checkpoints.files import read_json
 from llama.checkpoints.reader import Checkpoint, map_parts
 from llama.errors import LlamaError, require
 from llama.model import ModelArgs
-from llama.parameters import EMBEDDING, OUTPUT, parameters
+from llama.parameters import EMBEDDING, OUTPUT, parameters, unwrapped
 
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+# The formats of Meta's and Mistral's chat models as templates, by the name of the chat format.
+_TURNS = """{% set system = '' %}{% if messages[0].role == 'system' %}\
+{% set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}\
+{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"""
+TEMPLATES = {
+    "llama2": _TURNS
+    + """{% if message.role == 'user' %}{{ bos_token + '[INST] ' + \
+(system * loop.first + message.content) | trim + ' [/INST]' }}\
+{% else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "llama3": """{{ bos_token }}{% for message in messages %}\
+{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim \
++ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}\
+{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
+}
 
 
 def open_hf(path: Path) -> Checkpoint | None:
@@ -23,12 +37,15 @@ def open_hf(path: Path) -> Checkpoint | None:
         return None
     config, files = read_config(path / "config.json"), _weight_files(path)
     parts = map_parts(files)
+    plain = unwrapped(parts)
+    if not any(name.startswith("model.") for name in plain):  # of a model without its head
+        plain = {n if n.startswith("lm_head.") else f"model.{n}": s for n, s in plain.items()}
     table = parameters(ModelArgs(**config.params)).items()
-    names = {name: parameter.hf_name for name, parameter in table}
+    names = {name: plain.get(p.hf_name, p.hf_name) for name, p in table}
     embedding, output = (parts.get(names[name]) for name in (EMBEDDING, OUTPUT))
     if config.tied and embedding and output:  # transformers too prefers what is stored
         a, b = embedding[0].tensor, output[0].tensor
-        config = config._replace(tied=a.dtype == b.dtype and torch.equal(a, b))
+        config = config._replace(tied=a.dtype == b.dtype and torch.equal(a[:], b[:]))
     if config.tied:
         parts.pop(names[OUTPUT], None)
         names[OUTPUT] = names[EMBEDDING]

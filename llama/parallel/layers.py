@@ -18,18 +18,10 @@ from fairscale.nn.model_parallel import layers as fairscale_layers
 from fairscale.nn.model_parallel.utils import divide_and_check_no_remainder
 from torch import nn
 
+from llama import quantize
 from llama.errors import LlamaError
-from llama.quantize import TILE_ROWS
 
 SMALL = 2**18  # a weight of fewer numbers is read faster than another operator is called
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
-# Without instructions for a dtype of 16 bits, its products of several rows are up to hundreds of
-# times slower than those of float32; a single row is bound by memory, and is not.
-_SLOW_DTYPES = {
-    dtype
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
-    if _HAS_ONEDNN and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
-}
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor | nn.Module) -> torch.Tensor:
@@ -39,44 +31,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor | nn.Module) -> torch.Tensor:
     """
     if not isinstance(weight, torch.Tensor):
         return weight(x)
-    trains = weight.requires_grad or x.requires_grad  # the operators below have no gradient
-    if x.device.type != "cpu" or trains or not _HAS_ONEDNN or weight.numel() < SMALL:
-        return F.linear(x, weight)
-    product = _traced_cpu_linear if torch.compiler.is_compiling() else _cpu_linear
-    return product(x, weight)
-
-
-def _cpu_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if x.dtype == torch.float32:
-        return _onednn_linear(x, weight)
-    if x.dtype in _SLOW_DTYPES and x.numel() // x.shape[-1] >= 4:
-        tiles = [_onednn_linear(x.float(), tile.float()) for tile in weight.split(TILE_ROWS)]
-        return torch.cat(tiles, dim=-1).to(x.dtype)
-    return F.linear(x, weight)
-
-
-def _onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x Wᵀ in float32 by oneDNN, which reads a plain weight as fast as one packed for it.
-
-    At one row it is 1.2 times as fast as the BLAS that F.linear calls, at a few rows twice, at many
-    1.2 to 1.5 times. It rearranges its second factor: at 8 to 32 rows W xᵀ takes a fifth less.
-    """
-    product = torch.ops.mkldnn._linear_pointwise
-    n_rows = x.numel() // x.shape[-1]
-    if not 8 <= n_rows <= 32:
-        return product(x, weight, None, "none", [], "")
-    y = product(weight, x.reshape(n_rows, -1), None, "none", [], "")  # (out_features, n_rows)
-    return y.t().contiguous().view(*x.shape[:-1], -1)
-
-
-# One operator in a graph: Inductor takes oneDNN's for constants only, and the number of rows, which
-# decides here, may be a symbol there.
-_traced_cpu_linear = torch.library.custom_op("llama::cpu_linear", _cpu_linear, mutates_args=())
-
-
-@_traced_cpu_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight) if weight.numel() < SMALL else quantize.linear(x, weight, None)
 
 
 def all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -110,7 +65,7 @@ class WeightError(LlamaError, AttributeError):
 
 
 def _weight(layer: nn.Module) -> Any:
-    """This rank's part of the weight, or what `llama.quantize` put in its place."""
+    """This rank's part of the weight, or the module of `llama.quantize` that replaced it."""
     quantized = layer._modules.get("quantized")
     return layer.weight if quantized is None else quantized
 
