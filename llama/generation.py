@@ -128,7 +128,11 @@ class Llama(Session):
         args = ModelArgs(**{**checkpoint.params, **given})
         tokenizer = load_tokenizer(checkpoint, tokenizer_path)
         dialogs = choose_chat_format(tokenizer, checkpoint.text, chat_format)
-        options = {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "compile": compile}
+        options: dict[str, object] = {
+            "kv_cache_dtype": kv_cache_dtype,
+            "quantize": quantize,
+            "compile": compile,
+        }
         options |= {"adapter": adapter is not None, "seed": seed, "check_ranks": check_ranks}
         runtime = groups.setup(
             device=device,
