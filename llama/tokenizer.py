@@ -395,7 +395,8 @@ def gguf_tokenizer(
         tokenizer = Tokenizer(
             vocabulary.sentencepiece_model(
                 tokens, scores, types, bos_id, eos_ids[0], add_space_prefix
-            )
+            ),
+            prefix_parts=add_space_prefix,  # as llama.cpp
         )
         tokenizer.adds_bos = adds_bos
     else:
