@@ -126,8 +126,7 @@ class _Job(NamedTuple):
         return sum(math.prod(p.shape) * self.dtype_of(n).itemsize for n, p in parameters.items())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        stored = self.checkpoint.stored_name(name)
-        return self.dtype or self.checkpoint.parts[stored][0].tensor.dtype
+        return self.dtype or self.checkpoint.dtype_of(name)
 
     def read(self, name: str, rank: int = 0, ranks: int = 1) -> torch.Tensor:
         """In the requested dtype, whose range must hold what is stored."""
