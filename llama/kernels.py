@@ -49,11 +49,12 @@ def select(choice: str) -> None:
     global _choice
     require(
         choice in CHOICES,
-        f"kernels {choice!r:.80}: it must be one of {', '.join(map(repr, CHOICES))}",
+        f"kernels {choice!r:.80}: it must be one of {', '.join(CHOICES)}",
     )
     _choice = choice
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available() -> bool:
     """Are the kernels selected, and compiled for this machine? Compiles them at the first call."""
     return _choice == "auto" and _library() is not None

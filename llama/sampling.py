@@ -190,6 +190,10 @@ def reshape_logits(
             f"return a tensor of shape ({n_words},)",
         )
         logits = changed.to(logits)
+        require(
+            bool(logits.amax().isfinite()),
+            "logits_processor returned NaN or infinity, or left no token: -inf excludes a token",
+        )
     return logits
 
 

@@ -258,7 +258,7 @@ def test_mistakes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     convert(source, target, to="meta", quantize="int8", shards=2)
     with pytest.raises(LlamaError, match="was quantized for 2 ranks, and there are 1: start 2"):
         build(ckpt_dir=target)
-    with pytest.raises(LlamaError, match=r"quantize 'int4', and .* is quantized to int8"):
+    with pytest.raises(LlamaError, match=r"quantize 'int4', but .* is quantized to int8"):
         build(ckpt_dir=target, quantize="int4")
     with pytest.raises(LlamaError, match="is quantized, and cannot be converted"):
         convert(target, str(tmp_path / "back"), to="meta")
@@ -271,7 +271,7 @@ def test_a_quantized_folder_of_another_shape_is_refused(tmp_path: Path) -> None:
     convert(str(STORIES), str(tmp_path / "q"), to="meta", quantize="int4")
     file = tmp_path / "q" / "params.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layers": 9}))
-    with pytest.raises(LlamaError, match="convert the full checkpoint again"):
+    with pytest.raises(LlamaError, match=r"layers.6.attention.wq.weight.values is missing"):
         build(ckpt_dir=tmp_path / "q")
 
 

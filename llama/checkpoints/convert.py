@@ -22,11 +22,10 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from llama import quantize as quant
-from llama.chat import choose_chat_format
+from llama.chat import TEMPLATES, choose_chat_format
 from llama.checkpoints import hf, meta, quantized
 from llama.checkpoints.config import to_config, to_params
 from llama.checkpoints.files import DTYPES, looks_like, read_json
-from llama.checkpoints.hf import TEMPLATES
 from llama.checkpoints.load import find_tokenizer, load_tokenizer, open_checkpoint
 from llama.checkpoints.reader import Checkpoint
 from llama.errors import LlamaError, checked_path, require

@@ -122,16 +122,17 @@ def metadata_tokenizer(checkpoint: Checkpoint) -> BaseTokenizer:
 
     model, tokens = value("model", ""), value("tokens", [])
     require(model != "", f"{checkpoint.path} holds no tokenizer: pass tokenizer_path")
+    pre = value("pre", "")
     return gguf_tokenizer(
         model,
         tokens,
         value("token_type", [1] * len(tokens)),
         scores=value("scores", []),
         merges=value("merges", []),
-        pre=value("pre", ""),
+        pre=pre,
         bos_id=value("bos_token_id", -1),
         eos_ids=checkpoint.text.eos_ids,
-        adds_bos=value("add_bos_token", model == "llama"),
+        adds_bos=value("add_bos_token", model == "llama" or pre in ("llama-bpe", "tekken")),
         add_space_prefix=value("add_space_prefix", True),
     )
 
