@@ -152,30 +152,33 @@ def convert(name: str, hint: Any, text: str) -> Any:
 
 
 def with_model(command: Command, *, max_batch_size: int = 1) -> Command:
-    """`command`, with options where its parameters `llama` and `params` are.
+    """`command`, with the options of `Llama.build` and `SamplingParams` among its own.
 
-    They are those of `Llama.build` and of `SamplingParams`. Without --max_seq_len the context is
-    the model's own, as far as memory allows.
+    They replace its parameters `build`, a call that builds the model, and `params`. Without
+    --max_seq_len the context is the model's own, as far as memory allows.
     """
     own = dict(inspect.signature(command, eval_str=True).parameters)
-    build = hints(Llama.build)
+    facts = hints(Llama.build)
     sampling = sampling_options() if own.pop("params", None) is not None else {}
-    del own["llama"]
+    del own["build"]
 
     @wraps(command)
     def built(*args: Any, **options: Any) -> None:
-        arguments = {name: options.pop(name) for name in build if name in options}
+        arguments = {name: options[name] for name in facts if name in options}
+        options = {name: v for name, v in options.items() if name in own or name not in facts}
         arguments["max_batch_size"] = arguments.get("max_batch_size") or max_batch_size
         if sampling:
             given = {name: options.pop(name) for name in sampling if name in options}
             options["params"] = with_options(SamplingParams(), given)
-        if arguments.get("max_seq_len") is None:
-            facts = {name: v for name, v in arguments.items() if name in hints(fitting_context)}
-            arguments["max_seq_len"] = fitting_context(
-                arguments.get("ckpt_dir") or STORIES, **facts
-            )
-        with Llama.build(**arguments) as llama:
-            command(llama, *args, **options)
+
+        def build() -> Llama:
+            if arguments.get("max_seq_len") is None:
+                known = {n: v for n, v in arguments.items() if n in hints(fitting_context)}
+                folder = arguments.get("ckpt_dir") or STORIES
+                arguments["max_seq_len"] = fitting_context(folder, **known)
+            return Llama.build(**arguments)
+
+        command(build, *args, **options)
 
     defaults = vars(SamplingParams()) | {"stop": None}
     defaults |= {p.name: p.default for p in inspect.signature(Llama.build).parameters.values()}
@@ -183,7 +186,8 @@ def with_model(command: Command, *, max_batch_size: int = 1) -> Command:
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint
         )
-        for name, hint in (sampling | build).items()
+        for name, hint in (sampling | facts).items()
+        if name not in own
     ]
     built.__signature__ = inspect.Signature([*own.values(), *added])  # type: ignore[attr-defined]
     documents = [command, SamplingParams, Llama.build] if sampling else [command, Llama.build]

@@ -9,6 +9,7 @@ that has been read to its end.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +18,12 @@ from itertools import islice
 
 import torch
 
-from llama.errors import LlamaError
+from llama.errors import LlamaError, require
 from llama.kv_cache import Segment
-from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
+from llama.model import PREFILL_TOKENS, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
-from llama.requests import FinishReason, Request
-from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs
+from llama.requests import FinishReason, Request, chunk_len, draw_waits
+from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs, top_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
 MIN_SHARED = 16  # tokens of a prefix that are worth waiting for
@@ -32,7 +33,7 @@ LOGITS_PER_PASS = 2**24  # numbers, 64 MB, where a pass returns the logits of al
 class Engine:
     """The rows of the cache, the requests, and the step that serves them.
 
-    Any thread may `add`, `cancel` and `run_until`; one of them at a time steps for all.
+    Any thread may `add`, `cancel` and `advance`; one of them at a time steps for all.
     """
 
     def __init__(self, model: Transformer, *, n_words: int, eos_ids: Iterable[int]) -> None:
@@ -47,7 +48,9 @@ class Engine:
         self._cancelled: deque[Request] = deque()
         self._just_prefilled = False
         self._n_steps = 0
-        self._is_stepping = False
+        self._stepper: int | None = None  # the thread that makes a step
+        self._n_exclusive = 0  # threads that wait for `exclusive`
+        self._process = os.getpid()
         self._closed: LlamaError | None = None
         self._changed = threading.Condition()
 
@@ -69,34 +72,54 @@ class Engine:
 
     def advance(self) -> None:
         """Make one step, or wait for the end of the one that another thread makes."""
-        with self._changed:
-            may_step, n_steps = not self._is_stepping, self._n_steps
-            self._is_stepping = True
-            if not may_step:
-                self._changed.wait_for(lambda: self._n_steps != n_steps or not self._is_stepping)
-        if may_step:
-            try:
-                self.step()
-            finally:
-                self._let_others_step()
+        self.refuse_forked()
+        thread, n_steps = threading.get_ident(), self._n_steps
+        try:
+            with self._changed:
+                if self._n_exclusive or self._stepper not in (None, thread):
+                    self._changed.wait_for(
+                        lambda: self._n_steps != n_steps or not (self._stepper or self._n_exclusive)
+                    )
+                    return
+                self._stepper = thread
+            self.step()
+        finally:
+            self._let_others_step()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep others from stepping, between two steps."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_stepping)
-            self._is_stepping = True
+        self.refuse_forked()
+        thread = threading.get_ident()
         try:
+            with self._changed:
+                self._n_exclusive += 1  # whoever steps again and again leaves no gap otherwise
+                try:
+                    self._changed.wait_for(lambda: self._stepper in (None, thread))
+                    self._stepper = thread
+                finally:
+                    self._n_exclusive -= 1
+                    self._changed.notify_all()
             self._take_in()
             yield
         finally:
             self._let_others_step()
 
     def _let_others_step(self) -> None:
-        with self._changed:
-            self._n_steps += 1
-            self._is_stepping = False
-            self._changed.notify_all()
+        """Give back the right to step, if this thread has it: an interrupt may come at any time."""
+        if self._stepper == threading.get_ident():
+            with self._changed:
+                self._n_steps += 1
+                self._stepper = None
+                self._changed.notify_all()
+
+    def refuse_forked(self) -> None:
+        # Without a look at the lock, which may have been held when the process was forked.
+        require(
+            self._process == os.getpid(),
+            "this process was forked from the one that built this instance, and torch's threads do "
+            "not survive that: start it with the method 'spawn'",
+        )
 
     def shut_down(self, error: LlamaError) -> None:
         """End all requests with an error, and let go of the model; within `exclusive`."""
@@ -106,7 +129,7 @@ class Engine:
 
     def _refuse_all(self) -> None:
         for request in [*self.running.values(), *self.waiting]:
-            request.error = self._closed
+            request.error, request.row = self._closed, None
         self.running.clear()
         self.waiting.clear()
 
@@ -136,7 +159,8 @@ class Engine:
     def _take_in(self) -> None:
         """Take in what other threads queued: new requests, and cancelled ones."""
         while self._added:
-            self.waiting.append(self._added.popleft())
+            self.waiting.append(self._added[0])  # in this order: an interrupt loses nobody
+            self._added.popleft()
         if not self._cancelled:
             return
         while self._cancelled:
@@ -156,17 +180,21 @@ class Engine:
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
-        for request in list(islice(self.waiting, 4 * len(self.cache.rows))):
-            if request.is_paused or self._shares_a_prefill(request):
+        unpaused = (request for request in self.waiting if not request.is_paused)
+        for request in list(islice(unpaused, 4 * len(self.cache.rows))):
+            if request.is_finished or self._is_running(request):  # after an interrupt
+                self.waiting.remove(request)
+                continue
+            if self._shares_a_prefill(request):
                 continue
             free = self._free_rows()
             if not free:
                 break
-            self.waiting.remove(request)
             reuse = not request.reads_every_position
             request.row, start_pos = self.cache.assign(request.ids, free, reuse=reuse)
             request.n_reused = request.n_reused or min(start_pos, len(request.prompt))
             self.running[request.row] = request
+            self.waiting.remove(request)
 
     def _free_rows(self) -> list[int]:
         """The rows without a request; if there are none, that of the longest-paused stream."""
@@ -190,15 +218,19 @@ class Engine:
     def preempt(self, requests: Iterable[Request]) -> None:
         """Take the rows of running requests, which are admitted again later."""
         for request in list(requests):
-            self._release(request)
             if request.reads_every_position:  # it starts again
-                del request.prompt_logprobs[1:], request.hidden_states[:]
+                del request.prompt_logprobs[1:], request.prompt_top_logprobs[1:]
+                del request.hidden_states[:]
             self.waiting.appendleft(request)
+            self._release(request)
 
     def _release(self, request: Request) -> None:
-        if request.row is not None:
-            del self.running[request.row]
-            request.row = None
+        if self._is_running(request):
+            del self.running[request.row or 0]
+        request.row = None
+
+    def _is_running(self, request: Request) -> bool:
+        return request.row is not None and self.running.get(request.row) is request
 
     def _n_pending(self, request: Request) -> int:
         """Tokens of a running request that are not in the cache yet."""
@@ -216,6 +248,8 @@ class Engine:
         """The requests of the next pass, and the chunks of their prompts if it is a prefill."""
         prefilling, decoding = [], []
         for request in self.running.values():
+            if self._is_read(request):  # an interrupt came before its token was drawn
+                self.cache.rows[request.row or 0].pop()
             if self._n_pending(request) > 1 or (
                 request.reads_every_position and not request.tokens
             ):
@@ -264,6 +298,8 @@ class Engine:
             logits = self.model.output(h[: len(targets)]).float()
             values = token_logprobs(logits, torch.tensor(targets, device=h.device)).tolist()
             request.prompt_logprobs += values
+            if request.params.top_logprobs:
+                request.prompt_top_logprobs += top_logprobs(logits, request.params.top_logprobs)
             if not all(map(math.isfinite, values)):
                 self._fail([request], self._not_finite())
 
@@ -313,7 +349,7 @@ class Engine:
             rows = [i for i, request in enumerate(requests) if not request.is_finished]
             logits, reshaped = logits[rows], reshaped[rows]
         params = [request.params for request in drawing]
-        tokens = sample(reshaped, params, _waits(drawing, logits))
+        tokens = sample(reshaped, params, draw_waits(drawing, logits))
         tokens = torch.where(logits.amin(-1).isfinite(), tokens, NOT_FINITE)
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)
@@ -377,23 +413,3 @@ class Engine:
             f"the logits are not finite in {self.model.norm.weight.dtype}: the checkpoint may be "
             "damaged, or the dtype too narrow for it: try dtype='float32' (or 'bfloat16')"
         )
-
-
-def chunk_len(args: ModelArgs, start_pos: int) -> int:
-    """How many tokens of one prompt a pass may read from position `start_pos` on."""
-    return min(
-        args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
-    )
-
-
-def _waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:
-    """The waiting times of each request's next draw (len(requests), n); None if all are greedy."""
-    if all(request.params.temperature == 0 for request in requests):
-        return None
-    unused = torch.ones_like(logits[0])
-    return torch.stack(
-        [
-            unused if request.params.temperature == 0 else request.draw(logits.shape[-1])
-            for request in requests
-        ]
-    )

@@ -21,10 +21,10 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     E_SYS,
     SPECIAL_TAGS,
     UNSAFE_ERROR,
-    ChatFormat,
     Dialog,
     Message,
     Role,
+    choose_chat_format,
 )
 from llama.checkpoints.load import load_model, load_tokenizer, open_checkpoint
 from llama.compile import compile_step
@@ -76,6 +76,8 @@ class Llama(Session):
         model_parallel_size: int | None = None,
         seed: int = 1,
         *,
+        adapter: str | Path | None = None,
+        chat_format: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         sliding_window: int | None = None,
@@ -96,6 +98,8 @@ class Llama(Session):
             max_batch_size: rows of the cache; None: 8.
             model_parallel_size: ranks that share one copy of the model; None: all there are.
             seed: of the instance's own generator; the global random state is not touched.
+            adapter: a folder with LoRA, as PEFT saves it, which is added to the weights.
+            chat_format: llama2, llama3, mistral, or a Jinja template; None: as the checkpoint says.
             device: None: CUDA if there is any, else MPS, else the CPU.
             dtype: None: float16 on CUDA and MPS, float32 on a CPU.
             sliding_window: attention window in tokens; None: as the checkpoint says. With a window
@@ -113,7 +117,7 @@ class Llama(Session):
         """
         start = time.monotonic()
         ckpt_dir = STORIES if ckpt_dir is None else checked_path(ckpt_dir, "ckpt_dir")
-        checkpoint = open_checkpoint(ckpt_dir)
+        checkpoint = open_checkpoint(ckpt_dir, adapter=adapter)
         given = {
             "max_seq_len": 512 if max_seq_len is None else max_seq_len,
             "max_batch_size": 8 if max_batch_size is None else max_batch_size,
@@ -122,7 +126,8 @@ class Llama(Session):
         if sliding_window is not None:
             given["sliding_window"] = sliding_window
         args = ModelArgs(**{**checkpoint.params, **given})
-        tokenizer = load_tokenizer(ckpt_dir, tokenizer_path, args.vocab_size)
+        tokenizer = load_tokenizer(checkpoint, tokenizer_path)
+        dialogs = choose_chat_format(tokenizer, checkpoint.text, chat_format)
         options = {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "compile": compile}
         runtime = groups.setup(
             device=device,
@@ -135,6 +140,7 @@ class Llama(Session):
             with ranks.waiting_to_load(runtime):
                 model = load_model(args, checkpoint, runtime, kv_cache_dtype, quantize)
                 llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
+                llama.chat_format = dialogs
                 if compile:
                     shown = verbose and runtime.rank == 0
                     llama.engine.decode_step = compile_step(model, verbose=shown)
@@ -174,10 +180,11 @@ class Llama(Session):
         # The bounds are checked here, before any work.
         requests = self._requests(_named("prompt", prompt_tokens), params, seeds=seeds, echo=echo)
         with self._serving(requests) as show_progress:
-            while not all(request.is_finished for request in requests):
-                self.engine.advance()  # one step: prefill or decode, sample, advance start_pos
-                show_progress()
-        tokens = [request.prompt * echo + request.tokens for request in requests]
+            for request in requests:
+                while not request.is_finished:
+                    self.engine.advance()  # one step: prefill or decode, sample, for all requests
+                    show_progress()
+        tokens = [(request.prompt if echo else []) + request.tokens for request in requests]
         return tokens, [r.all_logprobs(echo) for r in requests] if params.logprobs else None
 
     def stream(
@@ -233,7 +240,7 @@ class Llama(Session):
         )
         require(not isinstance(prompts, str), f"prompts is {prompts!r:.80}: pass a list of texts")
         named = {
-            f"prompt {i}": self.tokenizer.encode(prompt, bos=True)
+            f"prompt {i}": self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
             for i, prompt in enumerate(prompts)
         }
         return self._complete(named, params, echo=echo)
@@ -291,7 +298,8 @@ class Llama(Session):
         prediction.
         """
         params = params or SamplingParams(temperature, top_p, max_gen_len, seed, stop)
-        return self._stream_text("the prompt", self.tokenizer.encode(prompt, bos=True), params)
+        ids = self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
+        return self._stream_text("the prompt", ids, params)
 
     def stream_chat(
         self,

@@ -54,9 +54,15 @@ def select(choice: str) -> None:
     _choice = choice
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available() -> bool:
     """Are the kernels selected, and compiled for this machine? Compiles them at the first call."""
     return _choice == "auto" and _library() is not None
+
+
+def can_attend(x: torch.Tensor) -> bool:
+    """Is `decode_attention` for queries like x?"""
+    return x.device.type == "cpu" and not x.requires_grad and available()
 
 
 @functools.cache
@@ -153,7 +159,7 @@ def _decode_attention(
     cache_v: torch.Tensor,
     scale_k: torch.Tensor | None,
     scale_v: torch.Tensor | None,
-    first_row: int,
+    rows: torch.Tensor,
     positions: torch.Tensor,
     kv_len: int,
     window: int | None,
@@ -165,8 +171,9 @@ def _decode_attention(
     scales = (0 if scale is None else scale.data_ptr() for scale in (scale_k, scale_v))
     pointers = floats.data_ptr(), KINDS[cache_k.dtype], cache_k.data_ptr(), cache_v.data_ptr()
     last = positions.to(torch.int64).contiguous()
-    sizes = bsz, n_heads, n_slots, n_kv_heads, head_dim, first_row, kv_len, window or 0
     if bsz:
+        first_row = int(rows[0])
+        sizes = bsz, n_heads, n_slots, n_kv_heads, head_dim, first_row, kv_len, window or 0
         _call("llama_attention", *pointers, *scales, y.data_ptr(), last.data_ptr(), *sizes)
     return y.to(q.dtype)
 
@@ -187,7 +194,7 @@ def decode_attention(
     cache_v: torch.Tensor,
     scale_k: torch.Tensor | None,
     scale_v: torch.Tensor | None,
-    first_row: int,
+    rows: torch.Tensor,
     positions: torch.Tensor,
     kv_len: int,
     window: int | None,
@@ -198,7 +205,7 @@ def decode_attention(
         q: (bsz, n_heads, head_dim).
         cache_k, cache_v: contiguous (rows, n_slots, n_kv_heads, head_dim).
         scale_k, scale_v: float16 without the last axis, of an int8 cache; else None.
-        first_row: row i of q is row first_row + i of the cache.
+        rows: (bsz,), consecutive cache rows.
         positions: (bsz,), of the new tokens, whose keys and values are in the cache.
         kv_len: how many slots may be read, at least all that are filled.
         window: attention window in tokens.
@@ -206,4 +213,4 @@ def decode_attention(
     Returns (bsz, n_heads, head_dim) in q's dtype: what `kv_cache.visible` lets each query see.
     """
     attend = _traced_attention if torch.compiler.is_compiling() else _decode_attention
-    return attend(q, cache_k, cache_v, scale_k, scale_v, first_row, positions, kv_len, window)
+    return attend(q, cache_k, cache_v, scale_k, scale_v, rows, positions, kv_len, window)

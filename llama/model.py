@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from llama import kv_cache
+from llama import kernels, kv_cache
 from llama.errors import LlamaError, require
 from llama.kv_cache import Segment
 from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -178,6 +178,7 @@ class ForwardContext:
     read_rows: slice | torch.Tensor | None = None  # the same rows, as an index of the cache
     kv_len: int = 0  # cache slots that attention reads
     bias: torch.Tensor | None = None  # (bsz, 1, 1, kv_len): 0 where a key is seen, else -inf
+    positions: torch.Tensor | None = None  # (bsz,), if a kernel applies the rule instead of a bias
     active: torch.Tensor | None = None  # (bsz, 1): the rows that may be written
 
 
@@ -237,10 +238,14 @@ class Attention(nn.Module):
 
     def _attend(self, xq: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries (bsz, 1, n_local_heads, head_dim), each over its own row."""
+        if context.positions is not None:
+            caches = self.cache_k, self.cache_v, self.scale_k, self.scale_v
+            where = context.rows[:, 0], context.positions, context.kv_len
+            return kernels.decode_attention(xq[:, 0], *caches, *where, self.args.sliding_window)
         assert context.read_rows is not None
-        where = context.read_rows, context.kv_len, xq.dtype
-        keys = kv_cache.read(self.cache_k, self.scale_k, *where)
-        values = kv_cache.read(self.cache_v, self.scale_v, *where)
+        read = context.read_rows, context.kv_len, xq.dtype
+        keys = kv_cache.read(self.cache_k, self.scale_k, *read)
+        values = kv_cache.read(self.cache_v, self.scale_v, *read)
         # The n_rep queries that share a key head become n_rep positions of one head: the cached
         # heads are not copied.
         xq = xq.view(len(xq), self.n_local_kv_heads, self.n_rep, self.head_dim)
@@ -441,14 +446,22 @@ class Transformer(nn.Module):
         else:
             positions, end = start_pos[:, None], 0
             kv_len = args.n_slots if kv_len is None else kv_len
+        by_kernel = kernels.can_attend(positions)
         # Rows of one length see every slot that is read.
-        if kv_len != end or not kv_cache.is_causal(end, args.n_slots, args.sliding_window):
+        causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window) and kv_len == end
+        if not by_kernel and not causal:
             bias = self._bias(positions, kv_len)[:, None]
         rows = torch.arange(bsz, device=device)[:, None] + first_row
-        slots = kv_cache.slot_index(positions, args.n_slots)
         read_rows = slice(first_row, first_row + bsz) if isinstance(first_row, int) else rows[:, 0]
-        cos, sin = self._rotation(positions)
-        return ForwardContext(cos, sin, rows, slots, read_rows=read_rows, kv_len=kv_len, bias=bias)
+        return ForwardContext(
+            *self._rotation(positions),
+            rows,
+            kv_cache.slot_index(positions, args.n_slots),
+            read_rows=read_rows,
+            kv_len=kv_len,
+            bias=bias,
+            positions=positions[:, 0] if by_kernel else None,
+        )
 
     def segment_context(self, segments: Sequence[Segment]) -> ForwardContext:
         """The context of a pass over packed segments."""

@@ -93,6 +93,7 @@ class PrefixCache:
     def _copy(self, source: int, target: int, length: int) -> None:
         """Copy the slots of the first `length` tokens, scales included."""
         slots = min(length, self.model.params.n_slots)
+        self.forget(target)
         for buffer in self._buffers().values():
             buffer[target, :slots] = buffer[source, :slots]
         self.rows[target] = self.rows[source][:length]

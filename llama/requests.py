@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 from llama.detokenizer import Detokenizer
 from llama.errors import require
 from llama.model import ModelArgs
-from llama.sampling import Draws, SamplingParams
+from llama.sampling import Draws, SamplingParams, top_logprobs
 
 FinishReason = Literal["stop", "length"]
 
@@ -37,6 +37,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=lambda: [0.0])  # position 0 has none
+    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=lambda: [{}])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     n_reused: int = 0  # tokens of the prompt that the cache held already
     finish_reason: FinishReason | None = None
@@ -79,9 +80,7 @@ class Request:
         if logprob is not None and self.params.logprobs:
             self.logprobs.append(logprob)
         if self.params.top_logprobs:
-            top = logits.log_softmax(-1).topk(min(self.params.top_logprobs, len(logits)))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            self.top_logprobs.append(dict(pairs))
+            self.top_logprobs += top_logprobs(logits[None], self.params.top_logprobs)
         if self.detokenizer is not None:
             self.detokenizer.push(token)
 
@@ -90,6 +89,7 @@ class Request:
             self.detokenizer.finish()
             if self.detokenizer.stop is not None:  # perhaps only in the text that was held back
                 reason, stop = "stop", self.detokenizer.stop
+        self.draws = _no_draws  # of a vocabulary each, and there may be many requests
         self.stop_reason, self.finish_reason = stop, reason  # readers look at the last one
 
     def raise_error(self) -> None:
@@ -98,7 +98,14 @@ class Request:
             raise self.error
 
     def all_logprobs(self, echo: bool) -> list[float]:
-        return self.prompt_logprobs * echo + self.logprobs
+        return (self.prompt_logprobs if echo else []) + self.logprobs
+
+
+def _no_draws() -> Draws:
+    raise AssertionError("the request has ended")
+
+    def all_top_logprobs(self, echo: bool) -> list[dict[int, float]]:
+        return self.prompt_top_logprobs * echo + self.top_logprobs
 
 
 def checked_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
@@ -129,3 +136,23 @@ def answer_limit(name: str, n_tokens: int, max_gen_len: int | None, args: ModelA
         "build with a larger max_seq_len, or a smaller sliding_window",
     )
     return room if max_gen_len is None else min(max_gen_len, room)
+
+
+def chunk_len(args: ModelArgs, start_pos: int) -> int:
+    """How many tokens of one prompt a pass may read from position `start_pos` on."""
+    return min(
+        args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
+    )
+
+
+def draw_waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:
+    """The waiting times of each request's next draw (len(requests), n); None if all are greedy."""
+    if all(request.params.temperature == 0 for request in requests):
+        return None
+    unused = torch.ones_like(logits[0])
+    return torch.stack(
+        [
+            unused if request.params.temperature == 0 else request.draw(logits.shape[-1])
+            for request in requests
+        ]
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,7 @@ def make_generator(device: torch.device, seed: int, replica: int = 0) -> torch.G
         not isinstance(seed, bool) and -(2**63) <= seed <= _HUGE,
         f"seed {seed!r:.80}: it must be a 64-bit integer",
     )
-    return torch.Generator(device).manual_seed(seed + replica)
+    return torch.Generator(device).manual_seed(index(seed) + replica)
 
 
 def derived_seed(seed: int, i: int) -> int:
@@ -189,6 +190,10 @@ def reshape_logits(
             f"return a tensor of shape ({n_words},)",
         )
         logits = changed.to(logits)
+        require(
+            bool(logits.amax().isfinite()),
+            "logits_processor returned NaN or infinity, or left no token: -inf excludes a token",
+        )
     return logits
 
 
@@ -274,3 +279,11 @@ def _nucleus(probs: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log p(token) under float32 logits (..., n), for tokens (...)."""
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def top_logprobs(logits: torch.Tensor, n: int) -> list[dict[int, float]]:
+    """Log-probabilities of the n most likely tokens under each row of float32 logits (rows, m)."""
+    top = logits.topk(min(n, logits.shape[-1]))
+    values = top.values - logits.logsumexp(-1, keepdim=True)  # equal to those of token_logprobs
+    pairs = zip(top.indices.tolist(), values.tolist(), strict=True)
+    return [dict(zip(ids, row, strict=True)) for ids, row in pairs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +39,6 @@ class Session:
         self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=tokenizer.eos_ids)
         self._runtime: groups.Runtime | None = None
         self._check_ranks = False
-        self._process = os.getpid()
         self._seed, self._replica = seed, replica
         self._generator = make_generator(self._device, seed, replica)
 
@@ -70,6 +68,8 @@ class Session:
         if self.model is None:
             return
         with self.engine.exclusive():
+            if self.model is None:  # another thread was first
+                return
             self.engine.shut_down(LlamaError(_CLOSED))
             self.model = None  # type: ignore[assignment]  # whoever needs it calls _require_usable
             if self._runtime is not None:
@@ -166,7 +166,9 @@ class Session:
             require(
                 len(seeds) == n, f"seed has {len(seeds)} numbers for {n} prompts: pass one each"
             )
-            return [Draws(self._seeded(own)) for own in seeds]
+            for own in seeds:
+                SamplingParams(seed=own)  # checks it
+            return [partial(self._own_draws, own) for own in seeds]
         if self._generator.device != self._device:  # the caller has moved the model
             self._generator = self._seeded(self._seed)
         generator = self._generator if seed is None else self._seeded(seed)
@@ -226,9 +228,10 @@ class Session:
 
     def _run(self, requests: Sequence[Request]) -> None:
         with self._serving(requests) as show_progress:
-            while not all(request.is_finished for request in requests):
-                self.engine.advance()
-                show_progress()
+            for request in requests:
+                while not request.is_finished:
+                    self.engine.advance()
+                    show_progress()
 
     # What a call needs.
 
@@ -243,11 +246,7 @@ class Session:
 
     def _require_usable(self) -> None:
         require(self.model is not None, _CLOSED)
-        require(
-            self._process == os.getpid(),
-            "this process was forked from the one that built this instance, and torch's threads do "
-            "not survive that: start it with the method 'spawn'",
-        )
+        self.engine.refuse_forked()
 
     @property
     def _device(self) -> torch.device:

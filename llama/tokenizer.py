@@ -91,14 +91,13 @@ class BaseTokenizer(ABC):
 
     def split_special(self, s: str) -> list[str | int]:
         """`s` as texts and the ids of the control tokens in it."""
-        parts = re.split(f"({self.special_pattern.pattern})", s)
-        return [self.special.get(part, part) for part in parts if part]
+        return [self.special.get(part, part) for part in self.special_pattern.split(s) if part]
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches the text of any control token."""
         longest_first = sorted(self.special, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def special_text(self, id: int) -> str:
         """The text of a control token, "" if `id` is none."""
@@ -274,7 +273,7 @@ class JsonTokenizer(BaseTokenizer):
             return self._added[id]
         token = self._library.id_to_token(id) or ""
         if self._is_byte_level:
-            return bytes(map(vocabulary.TO_BYTE.__getitem__, token))
+            return b"".join(vocabulary.TO_BYTE.get(char) or char.encode() for char in token)
         if re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:-1], 16)])
         text = token.replace("▁", " ")
@@ -388,7 +387,8 @@ def gguf_tokenizer(
         tokenizer = Tokenizer(
             vocabulary.sentencepiece_model(
                 tokens, scores, types, bos_id, eos_ids[0], add_space_prefix
-            )
+            ),
+            prefix_parts=add_space_prefix,  # as llama.cpp
         )
         tokenizer.adds_bos = adds_bos
     else:

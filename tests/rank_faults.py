@@ -8,7 +8,7 @@ import sys
 import time
 
 from llama import Llama
-from llama.checkpoints import reader as checkpoints
+from llama.checkpoints import load as checkpoints
 from llama.parallel import groups as runtimes
 
 FAULTY = os.environ["RANK"] == "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -21,9 +22,10 @@ from conftest import ATOL, GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from llama import Llama, LlamaError, cache_file, kv_cache
-from llama.checkpoints import reader as checkpoints
+from llama import Llama, LlamaError, kv_cache, prefix_cache, sizes
+from llama.checkpoints import load
 from llama.generation import STORIES
+from llama.prefix_cache import _checksum
 
 TOKENIZER = GOLDEN / "rand_gqa" / "tokenizer.model"
 PROMPT = [1, *range(300, 340)]
@@ -36,11 +38,23 @@ def built(folder: Path = STORIES, **options: Any) -> Llama:
     return Llama.build(folder, tokenizer, **{**sizes, **options})
 
 
-def read_positions(llama: Llama) -> list[int]:
-    """A list that each forward pass will add its number of positions to."""
+def read_tokens(llama: Llama) -> list[int]:
+    """A list that each forward pass will add its number of tokens to."""
     counts: list[int] = []
-    llama.model.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+    llama.model.tok_embeddings.register_forward_pre_hook(
+        lambda _, args: counts.append(args[0].numel())
+    )
     return counts
+
+
+def buffers(llama: Llama) -> list[torch.Tensor]:
+    return [buffer for a in llama.model.attentions for buffer in a.buffers(recurse=False)]
+
+
+def held(llama: Llama) -> list[list[int]]:
+    """The tokens of the rows that hold any."""
+    rows = [llama.cache(row).tokens for row in range(llama.model.params.max_batch_size)]
+    return [tokens for tokens in rows if tokens]
 
 
 # Dtypes
@@ -115,7 +129,7 @@ def test_an_unknown_cache_dtype_is_refused_by_build() -> None:
 # Bytes
 
 
-def real_bytes(model: torch.nn.Module) -> tuple[int, int]:
+def tensor_bytes(model: torch.nn.Module) -> tuple[int, int]:
     """Of the weights and of the cache, as the tensors say."""
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     caches = [b.nbytes for name, b in model.named_buffers() if "cache" in name or "scale" in name]
@@ -125,11 +139,11 @@ def real_bytes(model: torch.nn.Module) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("ring", [{}, {"sliding_window": 7, "prefill_chunk": 5}])
-def test_what_is_counted_is_what_the_tensors_take(dtype: str, cache_dtype: str, ring: dict) -> None:
+def test_counted_bytes_are_those_of_the_tensors(dtype: str, cache_dtype: str, ring: dict) -> None:
     with built(dtype=dtype, kv_cache_dtype=cache_dtype, **ring) as llama:
         memory, args = llama.memory(), llama.model.params
-        assert (memory["weights_bytes"], memory["cache_bytes"]) == real_bytes(llama.model)
-        assert memory["weights_bytes"] == args.weights_bytes(getattr(torch, dtype))
+        assert (memory["weights_bytes"], memory["cache_bytes"]) == tensor_bytes(llama.model)
+        assert memory["weights_bytes"] == sizes.weights_bytes(args, dtype=getattr(torch, dtype))
         assert memory["used_bytes"] == 0
         llama.generate([PROMPT, PROMPT[:3]], 0)
         slots = min(len(PROMPT), args.n_slots) + 3
@@ -147,8 +161,8 @@ def test_a_tied_output_layer_is_counted_once(tmp_path: Path) -> None:
     hf_model(tie_word_embeddings=True).save_pretrained(tmp_path)
     with built(tmp_path) as llama:
         weights = llama.memory()["weights_bytes"]
-        assert weights == real_bytes(llama.model)[0]
-        assert weights == llama.model.params.weights_bytes(torch.float32, tied=True)
+        assert weights == tensor_bytes(llama.model)[0]
+        assert weights == sizes.weights_bytes(llama.model.params, dtype=torch.float32, tied=True)
 
 
 def test_build_refuses_a_cache_that_does_not_fit_before_it_is_allocated(
@@ -156,18 +170,15 @@ def test_build_refuses_a_cache_that_does_not_fit_before_it_is_allocated(
 ) -> None:
     with built(kv_cache_dtype="int8") as llama:
         memory = llama.memory()
-    needed = memory["weights_bytes"] + memory["cache_bytes"]
-    for available, fits in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(checkpoints, "available_bytes", lambda _, n=available: n)
-        if fits:
-            built(kv_cache_dtype="int8").close()
-        else:
-            monkeypatch.setattr(checkpoints, "load", None)
-            size = (
-                kv_cache.format_bytes(memory["cache_bytes"]).replace("(", r"\(").replace(")", r"\)")
-            )
-            with pytest.raises(LlamaError, match=f"the cache {size} .*max_seq_len \\(128\\)"):
-                built(kv_cache_dtype="int8")
+        activations = sizes.activation_bytes(llama.model.params, torch.float32)
+    needed = memory["weights_bytes"] + memory["cache_bytes"] + activations
+    monkeypatch.setattr(sizes, "available_bytes", lambda _: needed)
+    built(kv_cache_dtype="int8").close()
+    monkeypatch.setattr(sizes, "available_bytes", lambda _: needed - 1)
+    monkeypatch.setattr(load, "Transformer", None)
+    size = re.escape(sizes.format_bytes(memory["cache_bytes"]))
+    with pytest.raises(LlamaError, match=f"the cache {size} .*max_seq_len \\(128\\)"):
+        built(kv_cache_dtype="int8")
 
 
 # What it holds
@@ -188,11 +199,11 @@ def test_a_row_shows_its_tokens_and_views_of_its_keys_and_values() -> None:
         llama.reset()
         assert llama.cache(1).tokens == []
         assert llama.cache(1).keys[0].shape == (0, 4, 20)
-        with pytest.raises(LlamaError, match="row 2, and the cache has 2"):
+        with pytest.raises(LlamaError, match="row 2: the cache has 2 rows"):
             llama.cache(2)
 
 
-def test_a_row_whose_ring_has_turned_is_shown_in_order_of_position() -> None:
+def test_a_row_whose_ring_has_wrapped_is_shown_in_order_of_position() -> None:
     with built(sliding_window=7, prefill_chunk=5) as ring, built(sliding_window=7) as whole:
         for llama in (ring, whole):
             llama.generate([PROMPT], 0)
@@ -205,9 +216,10 @@ def test_a_row_whose_ring_has_turned_is_shown_in_order_of_position() -> None:
             torch.testing.assert_close(shown, all_of_them[-11:], atol=ATOL, rtol=0)
 
 
-def test_a_row_of_an_int8_cache_is_shown_dequantised(llama: Llama) -> None:
+def test_a_row_of_an_int8_cache_is_shown_dequantized(llama: Llama) -> None:
     with built(kv_cache_dtype="int8") as narrow:
         for instance in (narrow, llama):
+            instance.reset()
             instance.generate([PROMPT], 0)
         shown, expected = narrow.cache().keys[0], llama.cache().keys[0]
         assert shown.dtype == torch.float32
@@ -240,7 +252,8 @@ from llama import Llama
 llama = Llama.build(max_seq_len=128, max_batch_size=2, dtype="float32", verbose=False)
 llama.load_cache(sys.argv[1])
 counts = []
-llama.model.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+embed = llama.model.tok_embeddings
+embed.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
 print(llama.generate([eval(sys.argv[2])], 20, temperature=0)[0][0], counts[0], sum(counts))
 """
 
@@ -251,6 +264,7 @@ def test_a_new_process_goes_on_from_a_saved_cache_and_reads_only_what_is_new(
     file, prompt = tmp_path / "system.safetensors", [*PROMPT, 400, 401, 402]
     with built() as llama:
         expected = llama.generate([prompt], 20, temperature=0)[0][0]
+        llama.reset()
         llama.generate([PROMPT], 0)
         llama.save_cache(file)
     process = subprocess.run(
@@ -287,7 +301,7 @@ def test_every_kind_of_cache_is_restored_as_it_was(options: dict, tmp_path: Path
             )
             assert all(torch.equal(a, b) for a, b in pairs)
         longer = [[*prompt, 5, 6] for prompt in prompts]
-        counts = read_positions(other)
+        counts = read_tokens(other)
         assert other.generate(longer, 9, temperature=0) == llama.generate(longer, 9, temperature=0)
         assert counts[0] == 2 * 2
     assert [file.name for file in tmp_path.iterdir()] == ["cache"]
@@ -297,9 +311,10 @@ def test_rows_that_are_not_in_the_file_keep_what_they_hold(tmp_path: Path) -> No
     with built() as llama:
         llama.generate([PROMPT[:9]], 0)
         llama.save_cache(tmp_path / "cache")
-        llama.generate([PROMPT[:2], PROMPT], 0)
+        llama.reset()
+        llama.generate([PROMPT[:2], [1, 400]], 0)
         llama.load_cache(tmp_path / "cache")
-        assert (llama.cache(0).tokens, llama.cache(1).tokens) == (PROMPT[:9], PROMPT)
+        assert held(llama) == [PROMPT[:9], [1, 400]]
 
 
 def test_a_cache_may_be_restored_into_a_longer_one_and_not_into_a_shorter_one(
@@ -319,13 +334,13 @@ def test_a_cache_may_be_restored_into_a_longer_one_and_not_into_a_shorter_one(
         assert shorter.cache().tokens == []
 
 
-def test_a_ring_that_has_turned_is_restored_only_into_one_of_its_size(tmp_path: Path) -> None:
+def test_a_ring_that_has_wrapped_is_restored_only_into_one_of_its_size(tmp_path: Path) -> None:
     with built(sliding_window=7, prefill_chunk=5) as llama:
         llama.generate([PROMPT], 0)
         llama.save_cache(tmp_path / "cache")
     with (
         built(sliding_window=7, prefill_chunk=11) as larger,
-        pytest.raises(LlamaError, match=r"41 tokens, and does not fit 2 rows of 17 slots"),
+        pytest.raises(LlamaError, match="n_slots '11', and this model has 17"),
     ):
         larger.load_cache(tmp_path / "cache")
 
@@ -340,8 +355,8 @@ def test_a_save_that_fails_half_way_leaves_the_file_that_was_there(
     with built() as llama:
         llama.generate([PROMPT], 0)
         llama.save_cache(tmp_path / "cache")
-        monkeypatch.setattr(cache_file, "save_file", fill_the_disk)
-        with pytest.raises(LlamaError, match=r"cache cannot be written: no space left"):
+        monkeypatch.setattr(prefix_cache, "save_file", fill_the_disk)
+        with pytest.raises(LlamaError, match="cache' cannot be written: no space left"):
             llama.save_cache(tmp_path / "cache")
         llama.reset()
         llama.load_cache(tmp_path / "cache")
@@ -361,9 +376,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16"}, "with dtype float32, and here it is bfloat16"),
-        ({"kv_cache_dtype": "int8"}, "with kv_cache_dtype float32, and here it is int8"),
-        ({"sliding_window": 7}, "with sliding_window None, and here it is 7"),
+        ({"dtype": "bfloat16"}, "with dtype 'float32', and this model has bfloat16"),
+        ({"kv_cache_dtype": "int8"}, "with kv_cache_dtype 'float32', and this model has int8"),
+        ({"sliding_window": 7}, "with sliding_window 'None', and this model has 7"),
     ],
 )
 def test_a_cache_of_another_dtype_or_window_is_refused(
@@ -377,7 +392,7 @@ def test_a_cache_of_another_model_is_refused_even_if_one_weight_differs(saved: P
     with built() as llama:
         llama.generate([PROMPT], 0)
         llama.model.layers[5].attention.wo.weight[0, 0] += 0.001
-        with pytest.raises(LlamaError, match=r"with model [0-9a-f]{16}, and here it is"):
+        with pytest.raises(LlamaError, match=r"with model '[0-9a-f]{16}', and this model has"):
             llama.load_cache(saved)
     folder = write_meta(saved.parent / "random")
     with built(folder) as llama, pytest.raises(LlamaError, match="with model"):
@@ -385,14 +400,14 @@ def test_a_cache_of_another_model_is_refused_even_if_one_weight_differs(saved: P
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 10_000, -1])
-def test_a_cache_file_that_is_cut_short_is_refused_and_changes_nothing(
+def test_a_cache_file_that_is_truncated_is_refused_and_changes_nothing(
     kept: int, saved: Path, tmp_path: Path
 ) -> None:
     cut = tmp_path / "cut"
     cut.write_bytes(saved.read_bytes()[:kept])
     with built() as llama:
         llama.generate([PROMPT[:7]], 0)
-        with pytest.raises(LlamaError, match="cut short or no cache file"):
+        with pytest.raises(LlamaError, match="truncated or not a cache file"):
             llama.load_cache(cut)
         assert llama.cache().tokens == PROMPT[:7]
 
@@ -411,7 +426,7 @@ def test_a_cache_that_cannot_be_written_is_said_so_and_leaves_nothing(
 
     with built() as llama:
         llama.generate([PROMPT], 0)
-        monkeypatch.setattr(cache_file, "save_file", fail)
+        monkeypatch.setattr(prefix_cache, "save_file", fail)
         if number == errno.EROFS:
             monkeypatch.setattr(Path, "unlink", cannot_remove)
         with pytest.raises(LlamaError, match=f"cannot be written.*{os.strerror(number)}"):
@@ -420,18 +435,18 @@ def test_a_cache_that_cannot_be_written_is_said_so_and_leaves_nothing(
 
 
 def test_a_flipped_bit_is_noticed(saved: Path, tmp_path: Path) -> None:
-    whole = saved.read_bytes()
+    intact = saved.read_bytes()
     flipped = tmp_path / "flipped"
     with built() as llama:
-        for place in range(8, len(whole), len(whole) // 40):
-            damaged = bytearray(whole)
+        for place in range(8, len(intact), len(intact) // 40):
+            damaged = bytearray(intact)
             damaged[place] ^= 4
             flipped.write_bytes(damaged)
             with pytest.raises(LlamaError):
                 llama.load_cache(flipped)
 
 
-def test_what_is_no_cache_file_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "page").write_text("<!doctype html>")
     save_file({"x": torch.zeros(3)}, tmp_path / "other")
     with safe_open(saved, "pt") as file:
@@ -441,18 +456,216 @@ def test_what_is_no_cache_file_is_refused(saved: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "gap", metadata)
     with built() as llama:
         for name, message in {
-            "nothing": "is missing",
-            "": "is no file",
-            "page": "an HTML page",
+            "nothing": "does not exist: write it with save_cache",
+            "": "is not a file",
+            "page": "truncated or not a cache file",
             "other": "format None",
             "gap": "is damaged",
         }.items():
             with pytest.raises(LlamaError, match=message):
                 llama.load_cache(tmp_path / name)
-        with pytest.raises(LlamaError, match="cannot be written"):
-            llama.save_cache(tmp_path / "no folder" / "cache")
-        with pytest.raises(LlamaError, match="path None is a NoneType"):
-            llama.save_cache(None)
+        with pytest.raises(LlamaError, match="is not a file: pass the path of a cache file"):
+            llama.save_cache(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["row -1", "row -5", "row x", "row 00", "scalar", "int64", "int32"]
+)
+def test_a_hostile_cache_file_with_a_right_checksum_is_refused_and_changes_nothing(
+    name: str, saved: Path, tmp_path: Path
+) -> None:
+    with safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(saved)
+    if name.startswith("row"):
+        row = name.split()[1]
+        tensors = {f"{row}{key.removeprefix('0')}": value for key, value in tensors.items()}
+    elif name == "scalar":
+        tensors["0.tokens"] = torch.tensor(5)
+    elif name == "int64":
+        tensors = {key: value.to(torch.int64) for key, value in tensors.items()}
+    else:
+        tensors["0.tokens"] = tensors["0.tokens"].to(torch.int32)
+    save_file(tensors, tmp_path / "hostile", {**metadata, "contents": _checksum(tensors)})
+    with built() as llama:
+        expected = llama.generate([PROMPT[:7]], 9, temperature=0)
+        before = [buffer.clone() for buffer in buffers(llama)], llama.cache().tokens
+        with pytest.raises(LlamaError, match="is damaged, or was not written by save_cache"):
+            llama.load_cache(tmp_path / "hostile")
+        assert all(map(torch.equal, buffers(llama), before[0]))
+        assert llama.cache().tokens == before[1]
+        assert llama.generate([PROMPT[:7]], 9, temperature=0) == expected
+
+
+def test_a_path_that_cannot_be_written_is_named_and_not_a_temporary_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "nodir" / "x")
+    with built() as llama:
+        llama.generate([PROMPT], 0)
+        with pytest.raises(LlamaError, match=f"^'{re.escape(path)}' cannot be written") as error:
+            llama.save_cache(path)
+    assert "unfinished" not in str(error.value)
+
+
+def test_instances_may_save_to_one_path_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins and ends while the first one writes."""
+    with built() as llama, built() as other:
+        llama.generate([PROMPT], 0)
+        other.generate([PROMPT[:9]], 0)
+
+        def interrupted(tensors: dict, file: Path, metadata: dict) -> None:
+            monkeypatch.setattr(prefix_cache, "save_file", save_file)
+            save_file(tensors, file, metadata)
+            other.save_cache(tmp_path / "cache")
+            other.load_cache(tmp_path / "cache")
+            assert held(other) == [PROMPT[:9]]
+
+        monkeypatch.setattr(prefix_cache, "save_file", interrupted)
+        llama.save_cache(tmp_path / "cache")
+        other.reset()
+        other.load_cache(tmp_path / "cache")
+        assert held(other) == [PROMPT]
+    assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+
+
+# What others write
+
+
+def test_weights_written_while_a_stream_is_open_are_not_answered_from_the_cache() -> None:
+    def write(llama: Llama) -> None:
+        for attention in llama.model.attentions:
+            with torch.no_grad():
+                attention.wk.weight.mul_(-1)
+
+    with built() as changed:
+        write(changed)
+        expected = changed.generate([PROMPT], 12, temperature=0)
+    with built() as llama:
+        stream = llama.stream([PROMPT], 12, temperature=0)
+        next(stream)
+        write(llama)
+        stream.close()
+        assert llama.generate([PROMPT], 12, temperature=0) == expected
+    with built() as llama:  # a stream that stays open goes on with the new weights
+        stream = llama.stream([PROMPT], 12, temperature=0)
+        first = next(stream)
+        write(llama)
+        rest = [step[0] for step in stream]
+        llama.reset()
+        assert rest == llama.generate([[*PROMPT, *first]], 11, temperature=0)[0][0]
+
+
+def test_rows_of_other_weights_are_neither_saved_nor_kept_when_a_file_is_loaded(
+    tmp_path: Path,
+) -> None:
+    def write(llama: Llama) -> None:
+        with torch.no_grad():
+            llama.model.attentions[0].wk.weight.mul_(-1)
+
+    with built() as changed:
+        write(changed)
+        changed.generate([PROMPT[:9]], 0)
+        changed.save_cache(tmp_path / "changed")
+    with built() as llama:
+        llama.generate([PROMPT[:5], PROMPT], 0)
+        write(llama)
+        llama.load_cache(tmp_path / "changed")
+        assert held(llama) == [PROMPT[:9]]
+        write(llama)
+        llama.save_cache(tmp_path / "back")
+        llama.load_cache(tmp_path / "back")
+        assert llama.memory()["used_bytes"] == 0
+
+
+def test_reset_is_what_writes_through_data_need() -> None:
+    with built() as llama:
+        llama.generate([PROMPT], 0)
+        llama.model.attentions[0].wk.weight.data.mul_(-1)
+        llama.reset()
+        counts = read_tokens(llama)
+        llama.generate([PROMPT], 0)
+        assert counts == [len(PROMPT)]
+        assert ".data" in (Llama.reset.__doc__ or "")
+
+
+def test_a_cache_that_is_loaded_or_reset_under_an_open_stream_does_not_change_its_answer(
+    saved: Path,
+) -> None:
+    with built() as llama:
+        prompts = [[1, 400, 401], [1, 500]]
+        expected = llama.generate(prompts, 30, temperature=0)[0]
+        stream = llama.stream(prompts, 30, temperature=0)
+        steps = [next(stream)]
+        llama.load_cache(saved)
+        steps += [next(stream) for _ in range(17)]
+        llama.reset()
+        steps += list(stream)
+    for row, answer in zip(zip(*steps, strict=True), expected, strict=True):
+        assert [token for token in row if token is not None] == answer
+
+
+def test_neither_dtype_nor_device_comes_from_the_callers_defaults(tmp_path: Path) -> None:
+    options = {"kv_cache_dtype": "int8", "sliding_window": 7, "prefill_chunk": 5}
+    with built(**options) as llama:
+        expected = llama.generate([PROMPT, PROMPT[:5]], 9, temperature=0)
+        kept = llama.cache()
+    try:
+        torch.set_default_dtype(torch.float16)
+        torch.set_default_device("meta")
+        with built(**options) as llama, built(**options, device="cpu") as other:
+            assert llama.generate([PROMPT, PROMPT[:5]], 9, temperature=0) == expected
+            row = llama.cache()
+            assert row.tokens == kept.tokens
+            assert all(map(torch.equal, row.keys + row.values, kept.keys + kept.values))
+            llama.save_cache(tmp_path / "cache")
+            other.load_cache(tmp_path / "cache")
+            assert all(map(torch.equal, buffers(other), buffers(llama)))
+            dtypes = {t.dtype for t in [*other.model.parameters(), *other.model.buffers()]}
+            assert dtypes == {torch.float32, torch.int8, kv_cache.SCALE_DTYPE}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+# Copies of a prefix
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("ring", [{}, {"sliding_window": 7, "prefill_chunk": 5}])
+def test_a_prefix_is_copied_with_its_scales_and_a_wrapped_row_whole_or_not_at_all(
+    ring: dict, cache_dtype: str
+) -> None:
+    with built(**ring, kv_cache_dtype=cache_dtype) as llama:
+        cache, n_slots = llama.engine.cache, llama.model.params.n_slots
+        wraps = len(PROMPT) > n_slots
+        llama.generate([PROMPT], 0)
+        source = next(row for row in (0, 1) if cache.rows[row])
+        target = 1 - source
+        empty = [buffer[target].clone() for buffer in buffers(llama)]
+        length = 0 if wraps else 20
+        assert cache.assign([*PROMPT[:20], 5], [target]) == (target, length)
+        for buffer, before in zip(buffers(llama), empty, strict=True):
+            assert torch.equal(buffer[target, :length], buffer[source, :length])
+            assert torch.equal(buffer[target, length:], before[length:])
+        assert cache.assign([*PROMPT, 5], [target]) == (target, len(PROMPT))
+        assert cache.rows[target] == cache.rows[source] == PROMPT
+        slots = min(len(PROMPT), n_slots)
+        assert all(torch.equal(b[target, :slots], b[source, :slots]) for b in buffers(llama))
+        assert all(b[target].any() for b in buffers(llama))
+
+
+def test_a_prompt_whose_prefix_lies_in_a_busy_row_reads_only_the_rest() -> None:
+    longer = [*PROMPT, 400, 401]
+    with built(kv_cache_dtype="int8") as llama:
+        expected = llama.generate([longer], 9, temperature=0)
+        llama.reset()
+        stream = llama.stream([PROMPT], 60, temperature=0)
+        next(stream)
+        llama.engine.passes.clear()
+        assert llama.generate([longer], 9, temperature=0) == expected
+        assert [n for kind, n in llama.engine.passes if kind == "prefill"] == [2]
+        stream.close()
 
 
 # Two ranks
@@ -464,24 +677,27 @@ def _on_two_ranks(rank: int, folder: Path, expected: list) -> None:
     options = {"sliding_window": 7, "prefill_chunk": 5}
     with built(**options) as llama:
         args, memory = llama.model.params, llama.memory()
-        assert (memory["weights_bytes"], memory["cache_bytes"]) == real_bytes(llama.model)
-        assert memory["weights_bytes"] == args.weights_bytes(torch.float32, 2)
-        assert memory["cache_bytes"] == args.cache_bytes(torch.float32) // 2
+        assert (memory["weights_bytes"], memory["cache_bytes"]) == tensor_bytes(llama.model)
+        assert memory["weights_bytes"] == sizes.weights_bytes(args, dtype=torch.float32, ranks=2)
+        assert memory["cache_bytes"] == sizes.cache_bytes(args, torch.float32) // 2
         assert llama.generate([PROMPT], 20, temperature=0)[0] == expected
-        llama.generate([PROMPT], 0)
+        llama.reset()
+        llama.generate([PROMPT[:-1]], 0)
         assert llama.cache().keys[0].shape == (11, 2, 20)
         llama.save_cache(folder / "cache")
     with built(**options) as llama:
         llama.load_cache(folder / "cache")
-        counts = read_positions(llama)
+        counts = read_tokens(llama)
         assert llama.generate([PROMPT], 20, temperature=0)[0] == expected
         assert counts[0] == 1
     with built(kv_cache_dtype="int8") as llama:
-        assert llama.memory()["cache_bytes"] == real_bytes(llama.model)[1]
-        with pytest.raises(LlamaError, match="kv_cache_dtype float32, and here it is int8"):
+        assert llama.memory()["cache_bytes"] == tensor_bytes(llama.model)[1]
+        with pytest.raises(LlamaError, match="kv_cache_dtype 'float32', and this model has int8"):
             llama.load_cache(folder / "cache")
         shutil.copy(folder / f"cache.{1 - rank}", folder / f"swapped.{rank}")
-        with pytest.raises(LlamaError, match=f"rank {1 - rank} of 2, and here it is {rank} of 2"):
+        with pytest.raises(
+            LlamaError, match=f"rank {1 - rank} of 2, and this model has {rank} of 2"
+        ):
             llama.load_cache(folder / "swapped")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -18,10 +19,11 @@ from conftest import ATOL
 from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError
+from llama.chat import choose_chat_format
 from llama.checkpoints import convert as converting
 from llama.checkpoints.config import to_params
 from llama.checkpoints.convert import convert
-from llama.checkpoints.load import open_checkpoint
+from llama.checkpoints.load import load_tokenizer, open_checkpoint
 from llama.generation import STORIES
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -130,7 +132,7 @@ def test_a_llama_3_folder_is_inspected_and_converted(tmp_path: Path) -> None:
     (src / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     convert(src, tmp_path / "hf", to="hf")
     assert open_checkpoint(tmp_path / "hf").args == open_checkpoint(src).args
-    assert (tmp_path / "hf/tokenizer.model").exists()
+    assert (tmp_path / "hf/tokenizer.json").exists()
     convert(tmp_path / "hf", tmp_path / "meta", to="meta")
     for name, tensor in weights().items():
         assert torch.equal(open_checkpoint(tmp_path / "meta").read(name), tensor)
@@ -475,3 +477,43 @@ def test_facts_of_the_text_survive_a_way_through_metas_layout(tmp_path: Path) ->
     for name in ("meta", "b"):
         text = open_checkpoint(tmp_path / name).text
         assert replace(text, bos=None) == open_checkpoint(src).text
+
+
+DIALOG = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Who are you? "},
+    {"role": "assistant", "content": "A dog."},
+    {"role": "user", "content": "And now?"},
+]
+
+
+def tiktoken_file(folder: Path) -> None:
+    """A small one of Llama 3's kind."""
+    words = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" t", b" d", b" do"]
+    lines = (f"{base64.b64encode(word).decode()} {i}" for i, word in enumerate(words))
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_transformers_writes_a_dialog_as_we_do_in_an_exported_folder(
+    kind: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    src = write_meta(tmp_path / "src")
+    if kind == "llama2":
+        shutil.copy(STORIES / "tokenizer.model", src)
+    else:
+        tiktoken_file(src)
+    convert(src, tmp_path / "hf", to="hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for folder in (src, tmp_path / "hf"):
+        checkpoint = open_checkpoint(folder)
+        ours = load_tokenizer(checkpoint)
+        chat = choose_chat_format(ours, checkpoint.text)
+        for dialog in (DIALOG, DIALOG[1:], DIALOG[1:2]):
+            expected = theirs.apply_chat_template(dialog, add_generation_prompt=True)["input_ids"]
+            assert chat.encode(dialog) == expected
+    text = "Once upon a time the dog and 🐶"
+    assert theirs(text).input_ids == ours.encode(text, bos=True)
+    assert theirs.decode(ours.encode(text)) == text

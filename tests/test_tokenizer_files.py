@@ -213,7 +213,7 @@ def test_a_file_of_metas_llama_3_has_256_special_tokens(tmp_path: Path) -> None:
     oracle = byte_level()
     words = [oracle.id_to_token(id) for id in range(400)]
     lines = [
-        base64.b64encode(bytes(TO_BYTE[char] for char in word)) + b" %d\n" % rank
+        base64.b64encode(b"".join(TO_BYTE[char] for char in word)) + b" %d\n" % rank
         for rank, word in enumerate(words)
     ]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))

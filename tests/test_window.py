@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from checkpoints import VOCAB, hf_logits, hf_model, weights, write_meta
 from conftest import ATOL, GOLDEN
+from torch.nn.attention.bias import CausalBias
 
 from llama import Llama, LlamaError
-from llama.model import Transformer, apply_rotary_emb, precompute_freqs_cis, repeat_kv
+from llama import model as llama_model
+from llama.kv_cache import Segment
+from llama.model import Attention, Transformer, apply_rotary_emb, precompute_freqs_cis, repeat_kv
 
 TOKENIZER = GOLDEN / "rand_gqa" / "tokenizer.model"
 LENGTHS = [300, 41, 170]
@@ -39,7 +43,7 @@ def written_out(model: Transformer, tokens: torch.Tensor, window: int | None) ->
     n, head_dim = tokens.shape[1], model.params.head_dim
     freqs_cis = precompute_freqs_cis(head_dim, n, model.params.rope_theta)
     ago = torch.arange(n)[:, None] - torch.arange(n)
-    hidden = (ago < 0) | (ago >= (window or n))
+    masked = (ago < 0) | (ago >= (window or n))
     h = model.tok_embeddings(tokens)
     for layer in model.layers:
         attention, x = layer.attention, layer.attention_norm(h)
@@ -49,66 +53,198 @@ def written_out(model: Transformer, tokens: torch.Tensor, window: int | None) ->
         q, k = apply_rotary_emb(q, k, freqs_cis)
         k, v = repeat_kv(k, attention.n_rep), repeat_kv(v, attention.n_rep)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(head_dim)
-        probs = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        probs = scores.masked_fill(masked, -math.inf).softmax(-1)
         h = h + attention.wo(torch.einsum("bhqk,bkhd->bqhd", probs, v).flatten(2))
         h = h + layer.feed_forward(layer.ffn_norm(h))
     return model.output(model.norm(h))
 
 
 def in_pieces(model: Transformer, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """The logits of a ragged batch: `lengths` tokens in chunks, then the rest one by one."""
+    """The logits of ragged rows: `lengths` tokens in packed chunks, then the rest one by one."""
     n, chunk = tokens.shape[1], model.params.longest_chunk
     found = torch.full((*tokens.shape, VOCAB), math.nan)
-
-    def read(pieces: list[range]) -> None:
-        width = max(map(len, pieces))
-        padded = [
-            F.pad(row[p.start : p.stop], (0, width - len(p)))
-            for row, p in zip(tokens, pieces, strict=True)
-        ]
-        starts = torch.tensor([p.start for p in pieces])
-        logits = model(torch.stack(padded), starts, lengths=torch.tensor([*map(len, pieces)]))
-        for i, p in enumerate(pieces):
-            found[i, p.start : p.stop] = logits[i, : len(p)]
-
     for start in range(0, max(lengths), chunk):
-        read([range(min(start, end - 1), min(start + chunk, end)) for end in lengths])
-    for step in range(n - min(lengths)):
-        read([range(p, p + 1) for p in (min(end + step, n - 1) for end in lengths)])
+        segments = [
+            Segment(row, start, min(chunk, end - start))
+            for row, end in enumerate(lengths)
+            if start < end
+        ]
+        packed = torch.cat([tokens[s.row, s.start_pos : s.end] for s in segments])
+        pieces = model.prefill(packed, segments).split([s.length for s in segments])
+        for segment, logits in zip(segments, pieces, strict=True):
+            found[segment.row, segment.start_pos : segment.end] = logits
+    rows = torch.arange(len(tokens))
+    for step in range(n - min(lengths)):  # a row at its end repeats its last token
+        positions = (torch.tensor(lengths) + step).clamp_max(n - 1)
+        found[rows, positions] = model(tokens[rows, positions][:, None], positions)[:, 0]
     return found
 
 
 @contextmanager
 def counted(llama: Llama) -> Iterator[list[int]]:
-    """The number of positions that each forward pass reads."""
+    """The number of tokens that each pass reads."""
     counts: list[int] = []
-    hook = llama.model.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+    hook = llama.model.tok_embeddings.register_forward_pre_hook(
+        lambda _, args: counts.append(args[0].numel())
+    )
     yield counts
     hook.remove()
 
 
+# The rule, written out: a query sees the keys of its own row whose positions are in the ring, not
+# later than its own, and inside the window.
+
+
+def by_the_rule(
+    attention: Attention, x: torch.Tensor, places: list[tuple[int, int]], freqs_cis: torch.Tensor
+) -> torch.Tensor:
+    """The layer's output for tokens x (n, dim) at (row, position), from the cache as it stands."""
+    args = attention.args
+    n_slots, window = args.n_slots, args.sliding_window or args.max_seq_len
+    keys, values = (
+        cache.float() if scale is None else cache * scale[..., None].float()
+        for cache, scale in (
+            (attention.cache_k, attention.scale_k),
+            (attention.cache_v, attention.scale_v),
+        )
+    )
+    answers = []
+    for q, (row, position) in zip(attention.wq(x), places, strict=True):
+        q = q.view(1, 1, -1, attention.head_dim)
+        q, _ = apply_rotary_emb(q, q, freqs_cis[position, None])
+        last = max(p for r, p in places if r == row)
+        ring = {p % n_slots: p for p in range(last + 1)}  # later positions overwrite earlier ones
+        seen = [slot for slot, p in ring.items() if position - window < p <= position]
+        k, v = (repeat_kv(t[row, None, seen], attention.n_rep)[0] for t in (keys, values))
+        scores = torch.einsum("hd,nhd->hn", q[0, 0], k) / math.sqrt(attention.head_dim)
+        answers.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v).flatten())
+    return attention.wo(torch.stack(answers))
+
+
+@contextmanager
+def checked_attention(llama: Llama, places: list[tuple[int, int]]) -> Iterator[set[str]]:
+    """Check the attention of every layer by the rule; yields the forms that it took."""
+    attend, forms, args = F.scaled_dot_product_attention, set(), llama.model.params
+    freqs_cis = precompute_freqs_cis(args.head_dim, 64, args.rope_theta)
+
+    def spy(q, k, v, attn_mask=None, is_causal=False):
+        kind = "none" if attn_mask is None else "bias"
+        kind = "lower right" if isinstance(attn_mask, CausalBias) else kind
+        forms.add("causal" if is_causal else kind)
+        assert k.untyped_storage().nbytes() <= llama.model.attentions[0].cache_k.numel() * 4
+        return attend(q, k, v, attn_mask, is_causal=is_causal)
+
+    def check(attention: Attention, inputs: tuple, output: torch.Tensor) -> None:
+        expected = by_the_rule(attention, inputs[0].flatten(0, 1), places, freqs_cis)
+        # The same sums in another order: outputs of about 1 differ by some 1e-6.
+        torch.testing.assert_close(output.flatten(0, 1), expected, atol=1e-5, rtol=0)
+
+    hooks = [a.register_forward_hook(check) for a in llama.model.attentions]
+    with pytest.MonkeyPatch.context() as patch:
+        # Not F itself, whose function torch compares with when it meets a CausalBias.
+        patch.setattr(
+            llama_model, "F", SimpleNamespace(silu=F.silu, scaled_dot_product_attention=spy)
+        )
+        yield forms
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8"])
 @pytest.mark.parametrize("n_kv_heads", [8, 4, 2, 1])
-def test_any_number_of_kv_heads_gives_written_out_attention_and_copies_no_cache(
-    n_kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_form_of_attention_equals_the_rule_over_any_range_of_rows(
+    n_kv_heads: int, cache: str, tmp_path: Path
 ) -> None:
     state = weights(n_kv_heads=n_kv_heads)
     folder = write_meta(tmp_path / "m", state, n_kv_heads=n_kv_heads)
-    with built(folder) as llama:
-        model, read = llama.model, []
-        attend = F.scaled_dot_product_attention
-        monkeypatch.setattr(
-            F,
-            "scaled_dot_product_attention",
-            lambda q, k, v, **options: read.extend([k, v]) or attend(q, k, v, **options),
-        )
-        logits = model(TOKENS[:, :50], 0)
-        torch.testing.assert_close(
-            logits, written_out(model, TOKENS[:, :50], None), atol=ATOL, rtol=0
-        )
-        for layer, k, v in zip(model.layers, read[::2], read[1::2], strict=True):
-            assert k.shape == v.shape == (3, n_kv_heads, 50, 8)
-            assert k.data_ptr() == layer.attention.cache_k.data_ptr()
-            assert v.data_ptr() == layer.attention.cache_v.data_ptr()
+    with built(folder, max_seq_len=32, max_batch_size=4, kv_cache_dtype=cache) as llama:
+        model = llama.model
+
+        def check(form: str, starts: Any, n: int, first_row: Any = 1, rows: int = 2) -> None:
+            of_rows = [starts] * rows if isinstance(starts, int) else starts.tolist()
+            places = [
+                (int(first_row) + i, start + j) for i, start in enumerate(of_rows) for j in range(n)
+            ]
+            with checked_attention(llama, places) as forms:
+                model(TOKENS[:rows, :n], starts, first_row=first_row)
+            assert forms == {form}
+
+        check("causal", 0, 9)
+        check("lower right", 9, 5)
+        check("none", 14, 1)
+        check("bias", torch.tensor([15, 12]), 1)
+        check("none", 9, 1, first_row=torch.tensor(2), rows=1)
+        check("bias", torch.tensor([8]), 1, first_row=torch.tensor(1), rows=1)
+        places = [(3, 0), (3, 1), (1, 13), (1, 14), (1, 15), (2, 7)]
+        with checked_attention(llama, places) as forms:
+            model.prefill(TOKENS[0, :6], [Segment(3, 0, 2), Segment(1, 13, 3), Segment(2, 7, 1)])
+        assert forms == {"causal", "lower right"}
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+def test_a_window_takes_a_bias_only_once_it_hides_something(cache: str, folder: Path) -> None:
+    options = {"sliding_window": 7, "prefill_chunk": 5, "kv_cache_dtype": cache}
+    with built(folder, max_seq_len=32, **options) as llama:
+        model = llama.model
+        assert model.params.n_slots == 11
+        for start, n, form in (
+            (0, 5, "causal"),
+            (5, 2, "lower right"),
+            (7, 5, "bias"),  # the last of them wraps
+            (12, 5, "bias"),
+            (17, 1, "bias"),
+            (18, 5, "bias"),
+        ):
+            places = [(row, start + j) for row in (1, 2) for j in range(n)]
+            with checked_attention(llama, places) as forms:
+                model(TOKENS[:2, start : start + n], start, first_row=1)
+            assert forms == {form}
+        with checked_attention(llama, [(1, 23), (2, 21)]) as forms:
+            model(TOKENS[:2, :1], torch.tensor([23, 21]), first_row=1)
+        assert forms == {"bias"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"sliding_window": 7, "prefill_chunk": 5},
+        {"sliding_window": 7, "prefill_chunk": 5, "kv_cache_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_rows_that_a_pass_does_not_serve_are_bit_identical_afterwards(
+    options: dict, folder: Path
+) -> None:
+    with built(folder, max_seq_len=32, max_batch_size=5, **options) as llama:
+        model = llama.model
+        # 30 positions, and 32 slots: only the ring has wrapped.
+        for start in range(0, 30, 5):
+            model(TOKENS[:1, start : start + 5].expand(5, -1), start)
+
+        def others_change(run: Callable[[], Any]) -> bool:
+            buffers = [b for a in model.attentions for b in a.buffers(recurse=False)]
+            before = [buffer.clone() for buffer in buffers]
+            run()
+            changed = [
+                [not torch.equal(*rows) for rows in zip(*pair, strict=True)]
+                for pair in zip(buffers, before, strict=True)
+            ]
+            assert all(rows[1] and rows[3] for rows in changed)
+            return any(rows[i] for rows in changed for i in (0, 2, 4))
+
+        active = torch.tensor([True, False, True])
+        newest = TOKENS[:3, 40, None]
+        for starts in (30, torch.tensor([29, 0, 31])):
+            assert not others_change(
+                lambda starts=starts: model(newest, starts, first_row=1, active=active)
+            )
+        segments = [Segment(3, 30, 2), Segment(1, 28, 3)]
+        assert not others_change(lambda: model.prefill(TOKENS[1, :5], segments))
+        together = model(newest, 31, first_row=1, active=active)[::2]
+        alone = [model(newest[i : i + 1], 31, first_row=i + 1) for i in (0, 2)]
+        torch.testing.assert_close(together, torch.cat(alone), atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(1, 4), (7, 1), (7, 5), (7, 300), (64, 16)])
@@ -137,11 +273,11 @@ def test_300_tokens_in_a_ring_of_47_slots_give_the_logits_of_a_mistral_model(
 @pytest.mark.parametrize("chunk", [1, 7, 320])
 def test_prompts_read_in_chunks_give_the_logprobs_of_one_piece(chunk: int, folder: Path) -> None:
     prompts = [row[:n].tolist() for row, n in zip(TOKENS, (200, 41, 170), strict=True)]
-    how = {"max_gen_len": 20, "temperature": 0, "logprobs": True, "echo": True}
+    options = {"max_gen_len": 20, "temperature": 0, "logprobs": True, "echo": True}
     with built(folder) as whole, built(folder, prefill_chunk=chunk) as chunked:
-        tokens, logprobs = whole.generate(prompts, **how)
+        tokens, logprobs = whole.generate(prompts, **options)
         with counted(chunked) as counts:
-            chunked_tokens, chunked_logprobs = chunked.generate(prompts, **how)
+            chunked_tokens, chunked_logprobs = chunked.generate(prompts, **options)
     assert chunked_tokens == tokens
     for row, chunked_row in zip(logprobs, chunked_logprobs, strict=True):
         assert chunked_row == pytest.approx(row, abs=ATOL)
@@ -164,17 +300,17 @@ def test_with_a_window_prompts_and_answers_may_be_longer_than_the_cache(folder: 
         ]
 
 
-def test_a_ring_is_filled_at_once_and_then_turned_by_what_it_can_lose(folder: Path) -> None:
+def test_a_ring_is_filled_at_once_and_then_wraps_by_what_it_can_lose(folder: Path) -> None:
     prompts = [TOKENS[0, :46].tolist(), TOKENS[1, :20].tolist()]
     with built(folder, max_seq_len=40, sliding_window=38) as llama, counted(llama) as counts:
         answers = llama.generate(prompts, 0, logprobs=True, echo=True)[1]
-        assert counts == [2 * 40, 2 * 3, 2 * 3]
+        assert counts == [40 + 20, 3, 3]
         expected = written_out(llama.model, TOKENS[:1, :46], 38)[0].log_softmax(-1)
         expected = expected[:-1].gather(-1, TOKENS[0, 1:46, None])[:, 0]
         assert answers[0][1:] == pytest.approx(expected.tolist(), abs=ATOL)
 
 
-def test_a_ring_that_has_turned_is_reused_only_by_what_continues_it(folder: Path) -> None:
+def test_a_ring_that_has_wrapped_is_reused_only_by_what_continues_it(folder: Path) -> None:
     prompt = TOKENS[0, :60].tolist()
     with built(folder, sliding_window=7, prefill_chunk=5) as llama:
 
@@ -195,7 +331,18 @@ def test_a_ring_that_has_turned_is_reused_only_by_what_continues_it(folder: Path
             assert answer(prompt)[0] == answered
 
 
-def test_after_an_error_in_the_middle_a_ring_is_read_anew(
+def test_a_wrapped_ring_does_not_pass_for_one_that_is_a_token_shorter(folder: Path) -> None:
+    """Slot 0 of 11 holds position 11 after 12 tokens, and no longer position 0."""
+    prompt = TOKENS[0, :12].tolist()
+    with built(folder, sliding_window=7, prefill_chunk=5) as llama:
+        expected = llama.generate([prompt[:3]], 5, temperature=0)[0]
+        llama.generate([prompt], 0)
+        rows = range(llama.model.params.max_batch_size)
+        assert all(llama.engine.cache.common(row, prompt) in (0, 3) for row in rows)
+        assert llama.generate([prompt[:3]], 5, temperature=0)[0] == expected
+
+
+def test_after_an_error_in_the_middle_a_ring_is_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, longer = TOKENS[0, :10].tolist(), TOKENS[0, :14].tolist()
@@ -205,13 +352,6 @@ def test_after_an_error_in_the_middle_a_ring_is_read_anew(
         with monkeypatch.context() as patch:
             # Layer 0 has written positions 10 to 13, over 0 to 2, when layer 1 fails.
             patch.setattr(llama.model.layers[1], "forward", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                llama.generate([longer], 5)
-        assert llama.generate([prompt[:4]], 5, temperature=0)[0] == expected
-        llama.generate([prompt], 0)
-        with monkeypatch.context() as patch:
-            # The ring has turned, and the record of it does not follow.
-            patch.setattr(llama._record, "extend", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llama.generate([longer], 5)
         assert llama.generate([prompt[:4]], 5, temperature=0)[0] == expected

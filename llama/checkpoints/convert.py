@@ -22,19 +22,20 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from llama import quantize as quant
+from llama.chat import TEMPLATES, choose_chat_format
 from llama.checkpoints import hf, meta, quantized
 from llama.checkpoints.config import to_config, to_params
-from llama.checkpoints.files import DTYPES, read_json
+from llama.checkpoints.files import DTYPES, looks_like, read_json
 from llama.checkpoints.load import find_tokenizer, load_tokenizer, open_checkpoint
 from llama.checkpoints.reader import Checkpoint
 from llama.errors import LlamaError, checked_path, require
 from llama.parameters import EMBEDDING, OUTPUT, permute_heads, require_split
 from llama.sizes import format_bytes
+from llama.tokenizer import TOKENIZER_FILES, BaseTokenizer
 
 _FACTS = ("params.json", "config.json")
 _COMPANIONS = (  # copied along: the same in every layout
-    "tokenizer.model",
-    "tokenizer.json",
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -53,6 +54,7 @@ def convert(
     shards: int = 1,
     dtype: str | None = None,
     quantize: str | None = None,
+    adapter: str | None = None,
     force: bool = False,
 ) -> None:
     """Write the checkpoint in SRC to the folder DST.
@@ -60,13 +62,14 @@ def convert(
     Needs memory for the largest of the files that it writes.
 
     Args:
-        src: a folder in Meta's or Hugging Face's layout.
+        src: a folder in Meta's or Hugging Face's layout, or a GGUF file.
         dst: output folder, written atomically.
         to: the layout to write, meta or hf.
         shards: how many weight files to write.
         dtype: float32, float16 or bfloat16; default: each tensor as it is stored.
         quantize: int8 or int4; a layout of its own with Meta's params.json, for as many ranks as
             there are shards.
+        adapter: a folder with LoRA, as PEFT saves it, to add to the weights.
         force: replace the checkpoint that is in DST, the whole folder.
     """
     layout = _LAYOUTS.get(str(to))
@@ -82,7 +85,7 @@ def convert(
     )
     quant.check_kind(quantize)
     require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
-    checkpoint = open_checkpoint(checked_path(src, "src"))
+    checkpoint = open_checkpoint(checked_path(src, "src"), adapter=adapter)
     target = checked_path(dst, "dst").resolve()
     require(
         checkpoint.quantized is None,
@@ -171,10 +174,7 @@ def _write_meta(job: _Job) -> None:
         params = to_params(checkpoint.params, checkpoint.context)
         _write_json(job.folder / "params.json", params)
     job.write(_meta_files(job) if job.quantize is None else _quantized_files(job, job.quantize))
-    _copy_companions(checkpoint, job.folder)
-    if checkpoint.text.eos_ids:
-        ids = {"eos_token_id": list(checkpoint.text.eos_ids)}
-        _write_missing(job.folder / "generation_config.json", ids)
+    _write_text(job, like_hf=checkpoint.text.layout != "meta")
 
 
 def _meta_files(job: _Job) -> Files:
@@ -212,8 +212,17 @@ def _write_hf(job: _Job) -> None:
         )
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(job.folder / "model.safetensors.index.json", index)
-    _copy_companions(checkpoint, job.folder)
-    _write_hf_facts(job, tied)
+    _write_text(job, like_hf=True)
+    if checkpoint.format == "hf":
+        config = read_json(checkpoint.path / "config.json")
+    else:
+        config = to_config(checkpoint.params, checkpoint.context)
+        generation = job.folder / "generation_config.json"
+        config |= read_json(generation) if generation.is_file() else {}
+    dtype = str(job.dtype_of(EMBEDDING)).removeprefix("torch.")
+    config |= {"vocab_size": checkpoint.vocab_size, "tie_word_embeddings": tied}
+    config |= {"dtype": dtype, "torch_dtype": dtype}  # the same, before transformers 4.56
+    _write_json(job.folder / "config.json", config)
 
 
 def _hf_files(job: _Job, names: list[str]) -> Files:
@@ -231,35 +240,42 @@ def _hf_tensor(job: _Job, name: str) -> torch.Tensor:
     return tensor
 
 
-def _write_hf_facts(job: _Job, tied: bool) -> None:
-    """config.json, and what transformers needs for the text where the source does not have it."""
+def _write_text(job: _Job, *, like_hf: bool) -> None:
+    """The tokenizer, and if `like_hf` the facts of the text as transformers reads them."""
     checkpoint, folder = job.checkpoint, job.folder
-    if checkpoint.format == "hf":
-        config = read_json(checkpoint.path / "config.json")
-    else:
-        config = to_config(checkpoint.params, checkpoint.context)
-    dtype = str(job.dtype_of(EMBEDDING)).removeprefix("torch.")
-    config |= {"vocab_size": checkpoint.vocab_size, "tie_word_embeddings": tied}
-    config |= {"dtype": dtype, "torch_dtype": dtype}  # the same, before transformers 4.56
-    ids, pieces = _text_ids(checkpoint)
-    _write_json(folder / "config.json", {**ids, **config})
+    sources = [checkpoint.path / name for name in _COMPANIONS]
+    tokenizer: BaseTokenizer | None = None
+    with suppress(LlamaError):  # without one the weights are written all the same
+        if checkpoint.format != "gguf":
+            sources.append(find_tokenizer(checkpoint.path))
+        tokenizer = load_tokenizer(checkpoint)
+    for source in sources:
+        # transformers reads a tiktoken file through a package that few have.
+        if source.is_file() and not (like_hf and looks_like(source) == "a tiktoken file"):
+            shutil.copyfile(source, folder / source.name)
+    if tokenizer is None:
+        return
+    name, content = tokenizer.file
+    if not any((folder / file).exists() for file in TOKENIZER_FILES):
+        (folder / name).write_bytes(content)
+    if not like_hf:
+        return
+    eos = list(tokenizer.eos_ids)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos}
     _write_missing(folder / "generation_config.json", ids)
-    _write_missing(folder / "tokenizer_config.json", pieces)
-
-
-def _text_ids(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """BOS and EOS as ids and as a SentencePiece tokenizer's pieces, as far as they are known."""
-    try:
-        tokenizer = load_tokenizer(checkpoint.path, None, checkpoint.vocab_size)
-    except LlamaError:  # such as none: the weights can be written
-        return {}, {}
-    piece = tokenizer.sp_model.id_to_piece
-    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    if checkpoint.text.eos_ids:
-        ids["eos_token_id"] = list(checkpoint.text.eos_ids)
-    pieces = {"bos_token": piece(tokenizer.bos_id), "eos_token": piece(tokenizer.eos_id)}
-    pieces |= {"tokenizer_class": "LlamaTokenizer", "unk_token": piece(0)}
-    return ids, {**pieces, "add_bos_token": True, "add_eos_token": False}
+    sentencepiece = name == "tokenizer.model"
+    facts = {
+        "tokenizer_class": "LlamaTokenizer" if sentencepiece else "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.special_text(tokenizer.bos_id) or None,
+        "eos_token": tokenizer.special_text(tokenizer.eos_id),
+        "add_bos_token": tokenizer.adds_bos,
+        "chat_template": checkpoint.text.chat_template,
+    }
+    if sentencepiece:
+        facts |= {"unk_token": tokenizer.special_text(0), "legacy": True}
+    if facts["chat_template"] is None:
+        facts["chat_template"] = TEMPLATES.get(choose_chat_format(tokenizer, checkpoint.text).name)
+    _write_missing(folder / "tokenizer_config.json", facts)
 
 
 _LAYOUTS: dict[str, Callable[[_Job], None]] = {"meta": _write_meta, "hf": _write_hf}
@@ -272,15 +288,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _write_missing(path: Path, content: dict[str, Any]) -> None:
     if content and not path.exists():
         _write_json(path, content)
-
-
-def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
-    sources = [checkpoint.path / name for name in _COMPANIONS]
-    with suppress(LlamaError):  # which may be in the folder above
-        sources.append(find_tokenizer(checkpoint.path))
-    for source in sources:
-        if source.is_file():
-            shutil.copyfile(source, folder / source.name)
 
 
 def _require_replaceable(target: Path, force: bool) -> None:

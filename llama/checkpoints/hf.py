@@ -12,7 +12,7 @@ from llama.checkpoints.files import read_json
 from llama.checkpoints.reader import Checkpoint, map_parts
 from llama.errors import LlamaError, require
 from llama.model import ModelArgs
-from llama.parameters import EMBEDDING, OUTPUT, parameters
+from llama.parameters import EMBEDDING, OUTPUT, parameters, unwrapped
 
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
@@ -23,12 +23,15 @@ def open_hf(path: Path) -> Checkpoint | None:
         return None
     config, files = read_config(path / "config.json"), _weight_files(path)
     parts = map_parts(files)
+    plain = unwrapped(parts)
+    if not any(name.startswith("model.") for name in plain):  # of a model without its head
+        plain = {n if n.startswith("lm_head.") else f"model.{n}": s for n, s in plain.items()}
     table = parameters(ModelArgs(**config.params)).items()
-    names = {name: parameter.hf_name for name, parameter in table}
+    names = {name: plain.get(p.hf_name, p.hf_name) for name, p in table}
     embedding, output = (parts.get(names[name]) for name in (EMBEDDING, OUTPUT))
     if config.tied and embedding and output:  # transformers too prefers what is stored
         a, b = embedding[0].tensor, output[0].tensor
-        config = config._replace(tied=a.dtype == b.dtype and torch.equal(a, b))
+        config = config._replace(tied=a.dtype == b.dtype and torch.equal(a[:], b[:]))
     if config.tied:
         parts.pop(names[OUTPUT], None)
         names[OUTPUT] = names[EMBEDDING]

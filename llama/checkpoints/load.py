@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from fairscale.nn.model_parallel import initialize as groups
@@ -12,7 +13,10 @@ from torch import nn
 from tqdm import tqdm
 
 from llama import quantize as quant
+from llama.chat import choose_chat_format
+from llama.checkpoints.adapter import open_adapter
 from llama.checkpoints.files import DTYPES
+from llama.checkpoints.gguf import metadata_tokenizer, open_gguf
 from llama.checkpoints.hf import open_hf
 from llama.checkpoints.meta import SHARD, open_meta
 from llama.checkpoints.quantized import open_quantized
@@ -22,16 +26,17 @@ from llama.kv_cache import checked_dtype
 from llama.model import ModelArgs, Transformer
 from llama.parallel import ranks
 from llama.parallel.groups import Runtime
-from llama.parameters import OUTPUT, require_split
+from llama.parameters import OUTPUT, padded
 from llama.sizes import format_bytes, require_room
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import TOKENIZER_FILES, BaseTokenizer, open_tokenizer
 
-TOKENIZERS = ("tokenizer.model", "tokenizer.json")
-_FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized"}
+_FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized", "gguf": "GGUF"}
 
 
-def open_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
-    """Recognise a folder by what it holds, and check it against what it says of itself.
+def open_checkpoint(ckpt_dir: Path | str, *, adapter: Path | str | None = None) -> Checkpoint:
+    """Recognise a folder, or a GGUF file, and check it against what it says of itself.
+
+    `adapter` is a folder with LoRA as PEFT saves it, which is added to the weights.
 
     Reads JSON and the headers of the weight files; of the weights only the norms, and an output
     layer that is stored though it is said to be tied.
@@ -44,12 +49,22 @@ def open_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     if errors:
         more = f" ({len(errors) - 1} more: python -m llama inspect {checkpoint.path})"
         raise LlamaError(errors[0] + more * (len(errors) > 1))
-    return checkpoint
+    if adapter is None:
+        return checkpoint
+    require(
+        checkpoint.quantized is None,
+        f"{checkpoint.path} is quantized, and an adapter needs the full checkpoint: pass that",
+    )
+    path = checked_path(adapter, "adapter")
+    found = open_adapter(path, checkpoint.parameters, checkpoint.args.head_dim)
+    return replace(checkpoint, adapter=found)
 
 
 def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     """`open_checkpoint` without the check of the tensors."""
     path = Path(ckpt_dir)
+    if path.suffix == ".gguf" and path.is_file():
+        return cast(Checkpoint, open_gguf(path))
     if not path.is_dir():
         state = "is a file" if path.exists() else "does not exist"
         raise LlamaError(f"{str(path)!r:.80} {state}: pass the folder that holds the checkpoint")
@@ -57,7 +72,7 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
         os.access(path, os.R_OK | os.X_OK),
         f"{str(path)!r:.80} is not readable: change its permissions",
     )
-    for opener in (open_meta, open_hf, open_quantized):
+    for opener in (open_meta, open_hf, open_quantized, open_gguf):
         checkpoint = opener(path)
         if checkpoint is not None:
             return checkpoint
@@ -83,32 +98,37 @@ def _what_is_missing(path: Path) -> str:
     )
 
 
-def find_tokenizer(folder: Path) -> Path:
+def find_tokenizer(path: Path) -> Path:
     """The tokenizer in a checkpoint's folder; Meta's folders share the one in the folder above."""
-    folder = Path(os.path.abspath(folder))
+    folder = Path(os.path.abspath(path))
     meta = not (folder / "config.json").is_file()
     for place in (folder, folder.parent) if meta else (folder,):
-        for name in TOKENIZERS:
+        for name in TOKENIZER_FILES:
             if (place / name).is_file():
                 return place / name
     above = " nor in the folder above it" * meta
     raise LlamaError(
-        f"there is no {' or '.join(TOKENIZERS)} in {str(folder)!r}{above}: download it as well, or "
-        "pass tokenizer_path"
+        f"there is none of {', '.join(TOKENIZER_FILES)} in {str(folder)!r}{above}: download it as "
+        "well, or pass tokenizer_path"
     )
 
 
-def load_tokenizer(ckpt_dir: Path, tokenizer_path: str | Path | None, vocab_size: int) -> Tokenizer:
+def load_tokenizer(
+    checkpoint: Checkpoint, tokenizer_path: str | Path | None = None
+) -> BaseTokenizer:
     """The tokenizer at a path, or the one that comes with the checkpoint."""
-    if tokenizer_path is None:
-        tokenizer = Tokenizer(find_tokenizer(ckpt_dir))
+    if tokenizer_path is None and checkpoint.format == "gguf":
+        tokenizer = metadata_tokenizer(checkpoint)
     else:
-        tokenizer = Tokenizer(checked_path(tokenizer_path, "tokenizer_path"))
+        path = tokenizer_path or find_tokenizer(checkpoint.path)
+        tokenizer = open_tokenizer(path, eos_ids=checkpoint.text.eos_ids)
     require(
-        tokenizer.n_words <= vocab_size,
+        tokenizer.n_words <= checkpoint.vocab_size,
         f"the tokenizer has {tokenizer.n_words} tokens, but the checkpoint has embeddings for "
-        f"{vocab_size}: pass the tokenizer that belongs to the checkpoint",
+        f"{checkpoint.vocab_size}: pass the tokenizer that belongs to the checkpoint",
     )
+    if checkpoint.text.bos is not None:
+        tokenizer.adds_bos = checkpoint.text.bos
     return tokenizer
 
 
@@ -116,7 +136,7 @@ def validation_errors(checkpoint: Checkpoint) -> list[str]:
     """Why `Llama.build` would refuse the checkpoint, a sentence each; empty: it would not."""
     errors = file_errors(checkpoint)
     try:
-        load_tokenizer(checkpoint.path, None, checkpoint.vocab_size)
+        load_tokenizer(checkpoint)
     except LlamaError as error:
         errors.append(str(error))
     return errors
@@ -130,10 +150,14 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     dtypes = {str(part.tensor.dtype) for parts in checkpoint.parts.values() for part in parts}
     dtype = checkpoint.quantized or ", ".join(sorted(dtypes)).replace("torch.", "")
     try:
-        tokenizer = str(find_tokenizer(checkpoint.path))
+        tokenizer = load_tokenizer(checkpoint)
+        text = {
+            "tokenizer": f"{type(tokenizer).__name__}, {tokenizer.n_words} tokens",
+            "EOS": ", ".join(map(str, tokenizer.eos_ids)),
+            "chat format": choose_chat_format(tokenizer, checkpoint.text).name,
+        }
     except LlamaError:
-        tokenizer = "none"
-    eos = ", ".join(map(str, checkpoint.text.eos_ids)) or "as the tokenizer has it"
+        text = {"tokenizer": "none that can be used"}
     facts = {
         "format": _FORMATS[checkpoint.format],
         "shards": f"{len(checkpoint.files)}, {checkpoint.files[0].suffix}",
@@ -143,9 +167,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
         "heads": f"{args.n_heads}, {args.kv_heads} key/value heads, {args.head_dim} wide",
         "vocabulary": f"{args.vocab_size}" + ", output tied to the embedding" * tied,
         "context": str(checkpoint.context or "not stated"),
-        "tokenizer": tokenizer,
-        "EOS": eos,
-        "template": "yes" if checkpoint.text.chat_template else "none",
+        **text,
     }
     sizes = {f"as {name}": n_parameters * dtype.itemsize for name, dtype in DTYPES.items()}
     return facts | {label: format_bytes(size) for label, size in sizes.items()}
@@ -166,7 +188,6 @@ def load(
     checkpoint stores: `model.allocate_state(device, dtype)`.
     """
     rank, n_ranks = groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
-    require_split(checkpoint.args, n_ranks)
     kind = checkpoint.check_quantize(quantize, n_ranks)
     named = list(model.named_parameters())
     if kind is not None:  # the largest first: each is in memory twice while it is quantized
@@ -201,6 +222,7 @@ def load_model(
 ) -> Transformer:
     """This rank's part of the model, on its device."""
     device, dtype = runtime.device, runtime.dtype
+    args = replace(args, vocab_size=padded(args.vocab_size, runtime.model_parallel_size))
     cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
     kind = checkpoint.check_quantize(quantize, runtime.model_parallel_size)
     require_room(

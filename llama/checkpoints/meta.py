@@ -1,4 +1,7 @@
-"""Meta's layout: params.json and consolidated.NN.pth, one file for each rank of the training."""
+"""Meta's layout: params.json and consolidated.NN.pth, one file for each rank of the training.
+
+Mistral's consolidated.safetensors is the same, in one file.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from pathlib import Path
 from llama.checkpoints.config import read_params, read_text_facts
 from llama.checkpoints.reader import Checkpoint, map_parts
 from llama.errors import require
+from llama.parameters import unwrapped
 
-SHARD = re.compile(r"consolidated\.\d\d\.(pth|safetensors)")
+MISTRAL = "consolidated.safetensors"
+SHARD = re.compile(rf"consolidated\.\d\d\.(pth|safetensors)|{re.escape(MISTRAL)}")
 
 
 def open_meta(path: Path) -> Checkpoint | None:
@@ -18,10 +23,10 @@ def open_meta(path: Path) -> Checkpoint | None:
     if not shards or not (path / "params.json").is_file():
         return None
     files = [f for f in shards if f.suffix == shards[0].suffix]
-    for i in range(int(files[-1].name.split(".")[1])):
-        file = path / f"consolidated.{i:02d}{files[0].suffix}"
-        require(
-            file in files, f"{file} is missing, but there is {files[-1].name}: download it as well"
-        )
-    config = read_params(path / "params.json")
-    return Checkpoint(path, "meta", files, config, read_text_facts(path), map_parts(files))
+    if len(files) > 1 or files[0].name != MISTRAL:
+        for i in range(int(files[-1].name.split(".")[1])):
+            file = path / f"consolidated.{i:02d}{files[0].suffix}"
+            beyond = f"{file} is missing, but there is {files[-1].name}: download it as well"
+            require(file in files, beyond)
+    config, parts = read_params(path / "params.json"), map_parts(files)
+    return Checkpoint(path, "meta", files, config, read_text_facts(path), parts, unwrapped(parts))

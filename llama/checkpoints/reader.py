@@ -12,24 +12,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from llama import quantize as quant
+from llama.checkpoints.adapter import Adapter
 from llama.checkpoints.config import Config, TextFacts
 from llama.checkpoints.files import DTYPES, map_tensors
 from llama.errors import require
 from llama.model import ModelArgs
 from llama.parameters import EMBEDDING, Parameter, parameters, permute_heads
 
-_COMPUTED = re.compile(r"rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but not parameters
+_COMPUTED = re.compile(r"(.*\.)?rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but not parameters
+
+
+class Source(Protocol):
+    """A tensor, or what decodes the part of one that is asked for."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def ndim(self) -> int: ...
+    def numel(self) -> int: ...
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 class Part(NamedTuple):
     """What one file holds of a parameter."""
 
-    tensor: torch.Tensor  # a view of the mapped file
+    tensor: Source  # a view of the mapped file
     file: Path
 
 
@@ -46,7 +60,7 @@ class Checkpoint:
     """An opened checkpoint: its facts, and where its bytes are. No weight has been read yet."""
 
     path: Path
-    format: str  # "meta", "hf" or "quantized"
+    format: str  # "meta", "hf", "gguf" or "quantized"
     files: list[Path]
     config: Config
     text: TextFacts
@@ -55,6 +69,8 @@ class Checkpoint:
         default_factory=dict
     )  # of parameters that the files name otherwise
     quantized: str | None = None  # the kind, if the files are
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file
+    adapter: Adapter | None = None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -99,7 +115,7 @@ class Checkpoint:
     @property
     def n_parts(self) -> int:
         """How many files each parameter is split over."""
-        return 1 if self.format == "hf" else len(self.files)
+        return len(self.files) if self.format in ("meta", "quantized") else 1
 
     def _splits_rows(self, columns: int) -> bool:
         return self.format == "meta" and columns == ModelArgs(**self.config.params).dim
@@ -140,24 +156,29 @@ class Checkpoint:
 
         If nothing has to change, this is a view of the mapped file.
         """
-        shape, axis, _, rotary = self.parameters[name]
-        need = [range(n) for n in shape]
-        if axis is not None:
-            n = shape[axis] // ranks
-            need[axis] = range(rank * n, (rank + 1) * n)
+        parameter = self.parameters[name]
+        need = parameter.interval(rank, ranks)
         overlaps = list(self._overlaps(name, need))
-        tensor = overlaps[0][1]
-        device, dtype = torch.device(device), dtype or tensor.dtype
-        permuted = rotary and self.format == "hf"
-        fits = len(overlaps) == 1 and tensor.is_contiguous() and not permuted
-        if fits and (tensor.device, tensor.dtype) == (device, dtype):
-            return tensor
-        out = torch.empty([len(n) for n in need], dtype=dtype, device=device)
+        device, dtype = (
+            torch.device(device),
+            dtype or self.parts[self.stored_name(name)][0].tensor.dtype,
+        )
+        permuted = parameter.rotary and self.format == "hf"
+        delta = None if self.adapter is None else self.adapter.delta(name, need)
+        shape = [len(n) for n in need]
+        if len(overlaps) == 1 and not permuted and delta is None:
+            tensor = overlaps[0][1]
+            fits = list(tensor.shape) == shape and tensor.is_contiguous()
+            if fits and (tensor.device, tensor.dtype) == (device, dtype):
+                return tensor
+        # Zeros: the rows of a vocabulary that was padded for the ranks.
+        kept = dtype if delta is None else torch.float32
+        out = torch.zeros(shape, dtype=kept, device=device)
         for place, tensor in overlaps:
             if permuted:
                 tensor = permute_heads(tensor, 2, self.args.head_dim // 2)
             out[place].view(tensor.shape).copy_(tensor)
-        return out
+        return out if delta is None else out.add_(delta.to(device)).to(dtype)
 
     def read_quantized(
         self, name: str, kind: str, rank: int = 0, ranks: int = 1
@@ -165,7 +186,7 @@ class Checkpoint:
         """The values and scales of what `rank` of `ranks` needs of a matrix."""
         if self.quantized is None:
             return quant.quantize(name, self.read(name, rank, ranks), kind)
-        values, scales = (self.parts[f"{name}.{part}"][rank].tensor for part in quant.PARTS)
+        values, scales = (self.parts[f"{name}.{part}"][rank].tensor[:] for part in quant.PARTS)
         return values, scales
 
     def check_quantize(self, kind: str | None, ranks: int = 1) -> str | None:
@@ -234,7 +255,8 @@ def file_errors(checkpoint: Checkpoint) -> list[str]:
         if name not in expected:
             found.append(f"{parts[0].file} has {name!r:.80}, which is not part of this model")
         elif not parts:
-            found.append(f"{name} is missing from {checkpoint.path}: download it again")
+            hint = ", or set tie_word_embeddings to true" * (name == "lm_head.weight")
+            found.append(f"{name} is missing from {checkpoint.path}: download it again{hint}")
         elif len(parts) != n:
             having = ", ".join(part.file.name for part in parts[:4])
             found.append(
@@ -261,7 +283,10 @@ def _fault(name: str, part: Part, first: Part, expected: Expected, n_parts: int)
     if (
         a.shape != b.shape
         or a.dtype != b.dtype
-        or (a.ndim == 1 and not torch.allclose(a.float(), b.float(), 0.01, 0.01, equal_nan=True))
+        or (
+            a.ndim == 1
+            and not torch.allclose(a[:].float(), b[:].float(), 0.01, 0.01, equal_nan=True)
+        )
     ):
         return f"{where} differs from {first.file.name}: the files of two checkpoints are mixed"
     return None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama.requests import Request
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import BaseTokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -20,7 +20,7 @@ class Answer:
     def __init__(
         self,
         requests: Sequence[Request],
-        tokenizer: Tokenizer,
+        tokenizer: BaseTokenizer,
         model: str,
         *,
         is_chat: bool,
@@ -110,7 +110,7 @@ class Answer:
         values: list[float | None] = list(request.all_logprobs(self._echo))
         tops: list[dict[int, float] | None] = list(request.all_top_logprobs(self._echo))
         if self._echo:
-            values[0] = None
+            values[0] = tops[0] = None
         if not request.params.top_logprobs:
             tops = [None] * len(ids)
         part = slice(start, len(pieces) if end is None else end)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from llama.chat import Message
 from llama.sampling import SamplingParams
 
 # What would change the answer and is not here, and the one value that may be passed all the same.
@@ -112,7 +113,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[Part]
 
-    def message(self) -> dict[str, str]:
+    def message(self) -> Message:
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
