@@ -558,7 +558,11 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
         (0, torch.ones(1), r"0 is not the name of a parameter"),
         (W1, torch.ones(2, 2).to_sparse(), rf"{W1}' is a sparse or nested tensor"),
         (W1, torch.empty(2, 2, device="meta"), rf"{W1}' has a shape but no values"),
-        (W1, torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), rf"{W1}' is a sparse or nested "),
+        (
+            W1,
+            torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            rf"{W1}' is a sparse or nested ",
+        ),
         ("tok_embeddings.weight", torch.ones(0, 64), r"tok_embeddings.weight is empty"),
         ("output.weight", torch.ones(0, 64), r"output.weight has the shape \[0, 64\]"),
     ],
