@@ -125,7 +125,7 @@ class Engine:
         """End all requests with an error, and let go of the model; within `exclusive`."""
         self._closed = error
         self._refuse_all()
-        del self.model, self.cache, self.decode_step
+        self.model = self.cache = self.decode_step = None  # type: ignore[assignment]
 
     def _refuse_all(self) -> None:
         for request in [*self.running.values(), *self.waiting]:

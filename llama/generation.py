@@ -128,18 +128,20 @@ class Llama(Session):
         args = ModelArgs(**{**checkpoint.params, **given})
         tokenizer = load_tokenizer(checkpoint, tokenizer_path)
         dialogs = choose_chat_format(tokenizer, checkpoint.text, chat_format)
-        options: dict[str, object] = {
-            "kv_cache_dtype": kv_cache_dtype,
-            "quantize": quantize,
-            "compile": compile,
-        }
-        options |= {"adapter": adapter is not None, "seed": seed, "check_ranks": check_ranks}
         runtime = groups.setup(
             device=device,
             dtype=dtype,
             model_parallel_size=model_parallel_size,
             timeout_s=timeout_s,
-            arguments={**vars(args), **options},
+            arguments={
+                **vars(args),
+                "kv_cache_dtype": kv_cache_dtype,
+                "quantize": quantize,
+                "compile": compile,
+                "seed": seed,
+                "check_ranks": check_ranks,
+                "adapter": adapter is not None,
+            },
         )
         try:
             with ranks.waiting_to_load(runtime):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ class Session:
     def __init__(
         self, model: Transformer, tokenizer: BaseTokenizer, *, seed: int = 1, replica: int = 0
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.tokenizer = tokenizer
         self.chat_format: ChatFormat = Llama2Format(tokenizer)
         self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=tokenizer.eos_ids)
         self._runtime: groups.Runtime | None = None
@@ -48,6 +49,15 @@ class Session:
         if runtime.model_parallel_size > 1:
             group = get_model_parallel_group()
             self.engine.broadcast = partial(ranks.broadcast_tokens, group=group)
+
+    @property
+    def model(self) -> Transformer:
+        """May be replaced by a compiled form of it; None after `close`."""
+        return self.engine.model
+
+    @model.setter
+    def model(self, model: Transformer) -> None:
+        self.engine.model = self.engine.cache.model = self.engine.decode_step = model
 
     @property
     def rank(self) -> int:
@@ -71,7 +81,6 @@ class Session:
             if self.model is None:  # another thread was first
                 return
             self.engine.shut_down(LlamaError(_CLOSED))
-            self.model = None  # type: ignore[assignment]  # whoever needs it calls _require_usable
             if self._runtime is not None:
                 groups.teardown(self._runtime)
 
@@ -191,14 +200,13 @@ class Session:
         Yields what shows the progress, on a terminal and if there are more requests than rows.
         """
         self._require_usable()
-        few = len(requests) <= self.model.params.max_batch_size or self.rank != 0
-        with (
-            ranks.waiting(self._runtime),
-            tqdm(total=len(requests), unit="prompt", disable=True if few else None) as bar,
-        ):
+        # An interrupt inside tqdm would keep the lock that all its bars share: only if it is seen.
+        show = len(requests) > self.model.params.max_batch_size and sys.stderr.isatty()
+        bar = tqdm(total=len(requests), unit="prompt") if show and self.rank == 0 else None
+        with ranks.waiting(self._runtime), bar or nullcontext():
 
             def show_progress() -> None:
-                if not bar.disable:
+                if bar is not None:
                     bar.update(sum(request.is_finished for request in requests) - bar.n)
 
             if self._ranks > 1:
