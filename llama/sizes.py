@@ -10,8 +10,8 @@ from fairscale.nn.model_parallel import initialize as groups
 from llama import quantize as quant
 from llama.device import available_bytes
 from llama.errors import require
-from llama.kv_cache import SCALE_DTYPE
-from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
+from llama.kv_cache import PREFILL_TOKENS, SCALE_DTYPE
+from llama.model import ModelArgs, Transformer
 from llama.parameters import OUTPUT, parameters, require_split
 
 DECIMAL_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
