@@ -445,7 +445,7 @@ def test_added_tokens_whose_ids_lie_are_refused() -> None:
     spec = json.loads(byte_level().to_str())
     for change in ({"id": 3}, {"id": 10**9}, {"content": "<|other|>", "id": -1}):
         added = [{**spec["added_tokens"][0], **change}, *spec["added_tokens"][1:]]
-        with pytest.raises(LlamaError, match="ids of its added tokens do not fit|invalid value"):
+        with pytest.raises(LlamaError, match=r"ids of its added tokens do not fit|invalid value"):
             JsonTokenizer({**spec, "added_tokens": added})
 
 
