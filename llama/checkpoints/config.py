@@ -206,7 +206,7 @@ def to_config(params: dict[str, Any], context: int | None) -> dict[str, Any]:
     config = {names[HF]: values[ours] for ours, names in _KEYS.items()}
     config |= {"rope_scaling": args.rope_scaling, "max_position_embeddings": context}
     name = "Llama" if args.sliding_window is None else "Mistral"
-    facts = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+    facts: dict[str, Any] = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     facts |= {"vocab_size": args.vocab_size, "hidden_act": "silu"}
     return facts | {key: value for key, value in config.items() if value is not None}
 
