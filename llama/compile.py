@@ -13,7 +13,7 @@ import torch
 from llama.errors import LlamaError, require
 from llama.model import Transformer
 
-SHORTEST = 512  # slots in the first bucket; each one has twice as many as the one before
+MIN_BUCKET = 512  # slots in the first bucket; each one has twice as many as the one before
 
 
 class CompiledStep:
@@ -78,7 +78,7 @@ def bucket_lengths(n_slots: int) -> list[int]:
     >>> bucket_lengths(1300)
     [512, 1024, 1300]
     """
-    lengths = [SHORTEST << i for i in range(n_slots.bit_length())]
+    lengths = [MIN_BUCKET << i for i in range(n_slots.bit_length())]
     return [length for length in lengths if length < n_slots] + [n_slots]
 
 

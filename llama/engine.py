@@ -125,7 +125,7 @@ class Engine:
         """End all requests with an error, and let go of the model; within `exclusive`."""
         self._closed = error
         self._refuse_all()
-        del self.model, self.cache, self.decode_step
+        self.model = self.cache = self.decode_step = None  # type: ignore[assignment]
 
     def _refuse_all(self) -> None:
         for request in [*self.running.values(), *self.waiting]:
@@ -175,8 +175,7 @@ class Engine:
         has_row = len(self.running) < len(self.cache.rows) or any(
             request.is_paused for request in self.running.values()
         )
-        may_admit = bool(self.waiting) and has_row
-        if not may_admit and not self.cache.was_written_elsewhere():
+        if not (self.waiting and has_row) and not self.cache.was_written_elsewhere():
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
@@ -340,8 +339,7 @@ class Engine:
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request from logits (len(requests), vocab_size)."""
-        logits = logits[:, : self.n_words]
-        reshaped = self._reshape(requests, logits)
+        reshaped = self._reshape(requests, logits[:, : self.n_words])
         drawing = [request for request in requests if not request.is_finished]
         if not drawing:
             return
@@ -349,7 +347,7 @@ class Engine:
             rows = [i for i, request in enumerate(requests) if not request.is_finished]
             logits, reshaped = logits[rows], reshaped[rows]
         params = [request.params for request in drawing]
-        tokens = sample(reshaped, params, draw_waits(drawing, logits))
+        tokens = sample(reshaped, params, draw_waits(drawing, reshaped))
         tokens = torch.where(logits.amin(-1).isfinite(), tokens, NOT_FINITE)
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)

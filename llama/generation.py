@@ -128,13 +128,20 @@ class Llama(Session):
         args = ModelArgs(**{**checkpoint.params, **given})
         tokenizer = load_tokenizer(checkpoint, tokenizer_path)
         dialogs = choose_chat_format(tokenizer, checkpoint.text, chat_format)
-        options = {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "compile": compile}
         runtime = groups.setup(
             device=device,
             dtype=dtype,
             model_parallel_size=model_parallel_size,
             timeout_s=timeout_s,
-            arguments={**vars(args), **options, "seed": seed, "check_ranks": check_ranks},
+            arguments={
+                **vars(args),
+                "kv_cache_dtype": kv_cache_dtype,
+                "quantize": quantize,
+                "compile": compile,
+                "seed": seed,
+                "check_ranks": check_ranks,
+                "adapter": adapter is not None,
+            },
         )
         try:
             with ranks.waiting_to_load(runtime):

@@ -453,7 +453,8 @@ static void chunk(const weights *w, const inputs *in, float *y, long low, long h
 /* y (m, n) = x (m, k) times w (n, k). Returns 0, or 1 without memory. */
 int llama_linear(const float *x, int kind, const void *w, const void *scales, float *y, long m,
                  long n, long k, long group, int threads) {
-    int is_int = kind == INT8 || (kind == INT4 && m <= FEW && n % TILE == 0);
+    int is_int = kind == INT8 ||
+                 (kind == INT4 && m <= FEW && n % TILE == 0 && group >= 32 && group <= 64);
     int copy = is_int || m > FEW;
     long stride = copy ? (k + SKEW - 1) / SKEW * SKEW + SKEW : k, n_groups = group ? k / group : 0;
     weights weight = {kind, w, scales, n, k, group};

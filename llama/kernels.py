@@ -54,7 +54,7 @@ def select(choice: str) -> None:
     _choice = choice
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # a compiler cannot trace how they are compiled
 def available() -> bool:
     """Are the kernels selected, and compiled for this machine? Compiles them at the first call."""
     return _choice == "auto" and _library() is not None

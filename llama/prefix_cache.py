@@ -108,6 +108,8 @@ class PrefixCache:
     def forget(self, row: int | None = None) -> None:
         for held in self.rows if row is None else [self.rows[row]]:
             held.clear()
+        if row is None:
+            self._used = [0] * len(self.rows)
 
     @torch.inference_mode()
     def clear(self, row: int | None = None) -> None:

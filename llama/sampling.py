@@ -91,7 +91,7 @@ class SamplingParams:
 
 # What a person may pass: lowest, highest, and a remark.
 _HUGE = 2**63 - 1
-_FINITE = math.nextafter(math.inf, 0)
+_FINITE = torch.finfo(torch.float32).max
 _LIMITS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, _FINITE, " (0 always takes the most likely token)"),
     "top_p": (0, 1, " (1 keeps every token)"),

@@ -696,7 +696,7 @@ def _on_two_ranks(rank: int, folder: Path, expected: list) -> None:
             llama.load_cache(folder / "cache")
         shutil.copy(folder / f"cache.{1 - rank}", folder / f"swapped.{rank}")
         with pytest.raises(
-            LlamaError, match=f"rank {1 - rank} of 2, and this model has {rank} of 2"
+            LlamaError, match=f"rank '{1 - rank} of 2', and this model has {rank} of 2"
         ):
             llama.load_cache(folder / "swapped")
 

@@ -44,7 +44,7 @@ def graphs() -> int:
 
 
 def answers(llama: Llama, temperature: float) -> list[Any]:
-    """Of batches of every size, prompts of several lengths, a stream, and a cache gone on from."""
+    """Of batches of every size, prompts of several lengths, a stream, and a cached prefix."""
     found: list[Any] = [
         llama.text_completion(PROMPTS[:n], temperature=0, max_gen_len=40) for n in (1, 2, 3)
     ]
@@ -72,7 +72,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_are_those_of_the_model_and_nothing_is_compiled_after_build(
     options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "SHORTEST", 48)
+    monkeypatch.setattr(compiled, "MIN_BUCKET", 48)
     # Sums in another order differ in the seventh digit. Where something is rounded to 8 bits, that
     # may tip a number over, which greedy answers bear, and a draw among many tokens does not. With
     # int4, 13 steps of this stream are equal to the last bit; then one number of the many that
@@ -155,7 +155,7 @@ def test_under_other_settings_of_torch_the_model_runs_as_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(compiled, "SHORTEST", 24)
+    monkeypatch.setattr(compiled, "MIN_BUCKET", 24)
     threads = torch.get_num_threads()
     with build(folder, compile=True) as llama:
         expected, n_graphs = answers(llama, 0), graphs()
@@ -173,7 +173,7 @@ def test_a_caller_can_compile_the_model_beside_any_number_of_our_graphs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(compiled, "SHORTEST", 48)
+    monkeypatch.setattr(compiled, "MIN_BUCKET", 48)
     limit = torch._dynamo.config.patch(recompile_limit=3)
     with limit, build(folder, compile=True) as llama:
         assert graphs() > 3
@@ -202,13 +202,13 @@ def test_nothing_is_compiled_without_being_asked_for(llama: Llama) -> None:
     assert graphs() == before
 
 
-def test_a_compiler_that_is_switched_off_is_told_in_a_sentence(folder: Path) -> None:
+def test_a_compiler_that_is_switched_off_is_reported_in_a_sentence(folder: Path) -> None:
     off = torch._dynamo.config.patch(disable=True)  # what TORCH_COMPILE_DISABLE=1 sets
     with off, pytest.raises(LlamaError, match="switched off: unset TORCH_COMPILE_DISABLE"):
         build(folder, compile=True)
 
 
-def test_a_missing_compiler_is_told_in_a_sentence(
+def test_a_missing_compiler_is_reported_in_a_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor import cpp_builder, exc
@@ -227,7 +227,7 @@ def test_buckets_double_up_to_the_cache() -> None:
     assert bucket_lengths(1300) == [512, 1024, 1300]
 
 
-def test_a_device_that_nothing_can_compile_for_is_told_what_it_needs(
+def test_a_device_that_nothing_can_compile_for_is_refused_with_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.utils import _triton
@@ -240,7 +240,7 @@ def test_a_device_that_nothing_can_compile_for_is_told_what_it_needs(
     require_compiler(torch.device("cuda"))
 
 
-def test_a_compiler_that_fails_is_told_in_a_sentence(
+def test_a_compiler_that_fails_is_reported_in_a_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:

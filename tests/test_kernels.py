@@ -192,7 +192,8 @@ child = os.fork()
 if child == 0:
     os._exit(0 if torch.equal(kernels.linear(x, w, None), y) else 1)
 assert os.waitpid(child, 0)[1] == 0
-libraries = {line.split()[-1] for line in open("/proc/self/maps") if "/torch/" in line and "gomp" in line}
+maps = open("/proc/self/maps")
+libraries = {line.split()[-1] for line in maps if "/torch/" in line and "gomp" in line}
 assert len(libraries) == 1, libraries
 """
 
