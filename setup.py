@@ -4,8 +4,11 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 plot = ["matplotlib"]
+hf = ["tokenizers"]
+gguf = ["gguf", *hf]
 lint = ["ruff", "mypy"]
-test = ["pytest", "pytest-cov", "coverage>=7.10", "hypothesis", "transformers", *lint, *plot]
+test = ["pytest", "pytest-cov", "coverage>=7.10", "hypothesis", "transformers", "peft"]
+test += [*lint, *plot, *gguf]
 
 setup(
     name="llama",
@@ -21,5 +24,5 @@ setup(
     package_dir={"": "."},
     package_data={"llama": ["py.typed", "kernels.c", "stories/*"]},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
-    extras_require={"plot": plot, "test": test},
+    extras_require={"plot": plot, "hf": hf, "gguf": gguf, "test": test},
 )
