@@ -446,7 +446,7 @@ class Transformer(nn.Module):
         else:
             positions, end = start_pos[:, None], 0
             kv_len = args.n_slots if kv_len is None else kv_len
-        by_kernel = kernels.can_attend(positions)
+        by_kernel = kernels.can_attend(self.norm.weight)
         # Rows of one length see every slot that is read.
         causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window) and kv_len == end
         if not by_kernel and not causal:
@@ -476,7 +476,9 @@ class Transformer(nn.Module):
 
     def _segment_mask(self, segment: Segment) -> torch.Tensor | None:
         args, kv_len = self.params, min(segment.end, self.params.n_slots)
-        if not kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window):
+        causal = kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window)
+        if not causal or (segment.start_pos and torch.compiler.is_compiling()):
+            # Dynamo cannot trace causal_lower_right.
             positions = torch.arange(segment.start_pos, segment.end, device=self.rope_freqs.device)
             return self._bias(positions[None], kv_len)
         return causal_lower_right(segment.length, kv_len) if segment.start_pos else None
