@@ -1,8 +1,4 @@
-"""Chat formats: a dialog to token ids.
-
-`ChatFormat` is the common part, one class below it is one format. A format places control ids
-itself; a message's text never becomes one.
-"""
+"""Chat formats: a dialog to token ids. A message's text never becomes a control id."""
 
 from __future__ import annotations
 
@@ -14,11 +10,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, NoReturn, Protocol, TypedDict
+from typing import Any, Literal, NoReturn, TypedDict
 
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llama.checkpoints.config import TextFacts
 from llama.errors import LlamaError, require
 from llama.tokenizer import BaseTokenizer, Tokenizer
 
@@ -45,16 +42,9 @@ class ChatFormat:
     name = "none"
     # A message that contains one of these could pose as another part of the dialog.
     tags: Sequence[str] = ()
-    control: Sequence[str] = ()  # tokens without which the format cannot be written
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self.tokenizer = tokenizer
-        missing = [text for text in self.control if text not in tokenizer.special]
-        require(
-            not missing,
-            f"the chat format {self.name!r} needs the tokens {', '.join(missing)}, which the "
-            "tokenizer does not have: pass another chat_format",
-        )
 
     def encode(self, dialog: Dialog) -> list[int]:
         """The ids of a dialog that `check` accepted, up to where the answer begins."""
@@ -64,7 +54,7 @@ class ChatFormat:
         """LlamaError: `dialog`, the one at `index` of the call, does not fit the format."""
         raise LlamaError(
             "this checkpoint has no chat template, so how a dialog is written is not known: pass "
-            f"chat_format= one of {', '.join(map(repr, FORMATS))}, or a Jinja template"
+            f"chat_format= one of {', '.join(map(repr, TEMPLATES))}, or a Jinja template"
         )
 
     def has_tags(self, dialog: Dialog) -> bool:
@@ -119,66 +109,16 @@ class Llama2Format(ChatFormat):
         )
 
 
-class MistralFormat(Llama2Format):
-    """That of Mistral 7B v0.3, with [INST] and [/INST] as control tokens.
-
-    A system message is part of the last user message.
-    """
-
-    name = "mistral"
-    control = (B_INST, E_INST)
-
-    def encode(self, dialog: Dialog) -> list[int]:
-        tokenizer, special = self.tokenizer, self.tokenizer.special
-        contents = [message["content"] for message in dialog]
-        if dialog[0]["role"] == "system":
-            system = contents.pop(0)
-            contents[-1] = f"{system}\n\n{contents[-1]}"
-        ids = [tokenizer.bos_id]
-        for i, content in enumerate(contents):
-            text = tokenizer.encode(content, eos=i % 2 == 1)
-            ids += [special[B_INST], *text, special[E_INST]] if i % 2 == 0 else text
-        return ids
-
-
-class Llama3Format(ChatFormat):
-    """Each message follows a header that names its role; roles are free.
-
-    <|begin_of_text|><|start_header_id|>user<|end_header_id|>
-
-    Hello!<|eot_id|><|start_header_id|>assistant<|end_header_id|>
-    """
-
-    name = "llama3"
-    tags = (
-        *("<|begin_of_text|>", "<|end_of_text|>"),
-        *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    )
-
-    control = tags
-
-    def encode(self, dialog: Dialog) -> list[int]:
-        bos, _, start, end, eot = (self.tokenizer.special[tag] for tag in self.tags)
-        parts: list[str | int] = [bos]
-        for message in dialog:
-            parts += [start, message["role"], end, f"\n\n{message['content'].strip()}", eot]
-        return self.tokenizer.encode_parts([*parts, start, "assistant", end, "\n\n"])
-
-    def check(self, dialog: Dialog, index: int) -> None:
-        check_messages(dialog, f"dialog {index}")
-
-
 class TemplateFormat(ChatFormat):
-    """A checkpoint's own Jinja template.
+    """A Jinja template, such as a checkpoint's own.
 
     The template sees messages in which the text of each control token is broken up by a number
     that nobody can guess. So every control token in its output is one that the template wrote.
     """
 
-    name = "template"
-
-    def __init__(self, tokenizer: BaseTokenizer, template: str) -> None:
+    def __init__(self, tokenizer: BaseTokenizer, template: str, name: str = "template") -> None:
         super().__init__(tokenizer)
+        self.name = name
         # What training tools mark as generated is ordinary output here.
         for tag, instead in (("generation", "if true"), ("endgeneration", "endif")):
             template = re.sub(rf"({{%[-+]?\s*){tag}(\s*[-+]?%}})", rf"\1{instead}\2", template)
@@ -235,7 +175,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.filters["tojson"] = _to_json
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -274,28 +215,34 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _to_json(value: Any, **options: Any) -> str:
     # Jinja's own filter writes < and > as \u003c and \u003e.
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
-FORMATS: dict[str, type[ChatFormat]] = {
-    kind.name: kind for kind in (Llama2Format, Llama3Format, MistralFormat)
+# The formats that have a name. `Llama2Format` is exact; its template is for files.
+TEMPLATES = {
+    "llama2": """{% set has_system = messages[0].role == 'system' %}\
+{% for message in (messages[1:] if has_system else messages) %}{% if message.role == 'user' %}\
+{% set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' %}\
+{{ bos_token }}[INST] {{ (system * (has_system and loop.first) ~ message.content) | trim }} [/INST]\
+{% else %} {{ message.content | trim }} {{ eos_token }}{% endif %}{% endfor %}""",
+    "llama3": """{{ bos_token }}{% for message in messages %}\
+<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}\
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}""",
+    "mistral": """{{ bos_token }}{% set has_system = messages[0].role == 'system' %}\
+{% for message in (messages[1:] if has_system else messages) %}\
+{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('user and assistant have to alternate') }}{% endif %}\
+{% if message.role == 'user' %}[INST] \
+{{ messages[0].content ~ '\\n\\n' if has_system and loop.last else '' }}\
+{{ message.content }}[/INST]\
+{% else %} {{ message.content ~ eos_token }}{% endif %}{% endfor %}""",
 }
-
-
-class TextFacts(Protocol):
-    """What `choose_chat_format` needs of a checkpoint's facts."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def layout(self) -> str: ...
 
 
 def choose_chat_format(
@@ -306,24 +253,30 @@ def choose_chat_format(
     `chat_format` is the name of one, or a Jinja template. Without it, the checkpoint's template is
     used, and without that the format of Meta's models, if the checkpoint is in Meta's layout.
     """
-    if chat_format in FORMATS:
-        return FORMATS[chat_format](tokenizer)
-    if chat_format is not None:
-        require(
-            "{" in chat_format,
-            f"chat_format {chat_format!r:.80} is unknown: pass one of "
-            f"{', '.join(map(repr, FORMATS))}, or a Jinja template",
-        )
-        return TemplateFormat(tokenizer, chat_format)
-    if facts.chat_template is not None:
-        return TemplateFormat(tokenizer, facts.chat_template)
-    if facts.layout != "meta":
+    chosen = chat_format or facts.chat_template
+    if chosen is None and facts.layout == "meta":
+        tags = {"[INST]": "mistral", "<|eot_id|>": "llama3"}
+        known = "llama2" if isinstance(tokenizer, Tokenizer) else None
+        chosen = next((name for tag, name in tags.items() if tag in tokenizer.special), known)
+    if chosen is None:
         return ChatFormat(tokenizer)
-    if B_INST in tokenizer.special:
-        return MistralFormat(tokenizer)
-    if Llama3Format.tags[2] in tokenizer.special:
-        return Llama3Format(tokenizer)
-    return (Llama2Format if isinstance(tokenizer, Tokenizer) else ChatFormat)(tokenizer)
+    if chosen == "llama2":
+        return Llama2Format(tokenizer)
+    if chosen not in TEMPLATES:
+        require(
+            "{" in chosen,
+            f"chat_format {chosen!r:.80} is unknown: pass one of "
+            f"{', '.join(map(repr, TEMPLATES))}, or a Jinja template",
+        )
+        return TemplateFormat(tokenizer, chosen)
+    chat = TemplateFormat(tokenizer, TEMPLATES[chosen], chosen)
+    missing = [tag for tag in chat.tags if tag not in tokenizer.special]
+    require(
+        not missing,
+        f"the chat format {chosen!r} needs the tokens {', '.join(missing)}, which the tokenizer "
+        "does not have: pass another chat_format",
+    )
+    return chat
 
 
 def check_messages(dialog: Dialog, where: str) -> None:
@@ -334,14 +287,9 @@ def check_messages(dialog: Dialog, where: str) -> None:
     )
     require(len(dialog) > 0, f"{where} is empty: it needs at least a user's message")
     for i, message in enumerate(dialog):
-        at = f"message {i} of {where}"
         require(
-            isinstance(message, Mapping) and {"role", "content"} <= message.keys(),
-            f"{at} is {message!r:.80}: it must be a dict with 'role' and 'content'",
+            isinstance(message, Mapping)
+            and all(isinstance(message.get(key), str) for key in ("role", "content")),
+            f"message {i} of {where} is {message!r:.80}: it must be a dict whose 'role' and "
+            "'content' are strings",
         )
-        for key in ("role", "content"):
-            value = message[key]
-            require(
-                isinstance(value, str),
-                f"the {key} of {at} is a {type(value).__name__}: it must be a str",
-            )

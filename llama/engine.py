@@ -20,9 +20,9 @@ import torch
 
 from llama.errors import LlamaError, require
 from llama.kv_cache import Segment
-from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
+from llama.model import PREFILL_TOKENS, Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
-from llama.requests import FinishReason, Request
+from llama.requests import FinishReason, Request, chunk_len, draw_waits
 from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs, top_logprobs
 
 PREFILL_TOKENS_SHARED = 512  # of one pass while others decode: bounds their latency
@@ -33,7 +33,7 @@ LOGITS_PER_PASS = 2**24  # numbers, 64 MB, where a pass returns the logits of al
 class Engine:
     """The rows of the cache, the requests, and the step that serves them.
 
-    Any thread may `add`, `cancel` and `run_until`; one of them at a time steps for all.
+    Any thread may `add`, `cancel` and `advance`; one of them at a time steps for all.
     """
 
     def __init__(self, model: Transformer, *, n_words: int, eos_ids: Iterable[int]) -> None:
@@ -49,6 +49,7 @@ class Engine:
         self._just_prefilled = False
         self._n_steps = 0
         self._stepper: int | None = None  # the thread that makes a step
+        self._n_exclusive = 0  # threads that wait for `exclusive`
         self._process = os.getpid()
         self._closed: LlamaError | None = None
         self._changed = threading.Condition()
@@ -75,8 +76,10 @@ class Engine:
         thread, n_steps = threading.get_ident(), self._n_steps
         try:
             with self._changed:
-                if self._stepper not in (None, thread):
-                    self._changed.wait_for(lambda: self._n_steps != n_steps or not self._stepper)
+                if self._n_exclusive or self._stepper not in (None, thread):
+                    self._changed.wait_for(
+                        lambda: self._n_steps != n_steps or not (self._stepper or self._n_exclusive)
+                    )
                     return
                 self._stepper = thread
             self.step()
@@ -90,8 +93,13 @@ class Engine:
         thread = threading.get_ident()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._stepper in (None, thread))
-                self._stepper = thread
+                self._n_exclusive += 1  # whoever steps again and again leaves no gap otherwise
+                try:
+                    self._changed.wait_for(lambda: self._stepper in (None, thread))
+                    self._stepper = thread
+                finally:
+                    self._n_exclusive -= 1
+                    self._changed.notify_all()
             self._take_in()
             yield
         finally:
@@ -117,7 +125,7 @@ class Engine:
         """End all requests with an error, and let go of the model; within `exclusive`."""
         self._closed = error
         self._refuse_all()
-        del self.model, self.cache, self.decode_step
+        self.model = self.cache = self.decode_step = None  # type: ignore[assignment]
 
     def _refuse_all(self) -> None:
         for request in [*self.running.values(), *self.waiting]:
@@ -151,7 +159,8 @@ class Engine:
     def _take_in(self) -> None:
         """Take in what other threads queued: new requests, and cancelled ones."""
         while self._added:
-            self.waiting.append(self._added.popleft())
+            self.waiting.append(self._added[0])  # in this order: an interrupt loses nobody
+            self._added.popleft()
         if not self._cancelled:
             return
         while self._cancelled:
@@ -166,13 +175,15 @@ class Engine:
         has_row = len(self.running) < len(self.cache.rows) or any(
             request.is_paused for request in self.running.values()
         )
-        may_admit = bool(self.waiting) and has_row
-        if not may_admit and not self.cache.was_written_elsewhere():
+        if not (self.waiting and has_row) and not self.cache.was_written_elsewhere():
             return
         if self.cache.invalidate_on_external_write():
             self.preempt(self.running.values())
         unpaused = (request for request in self.waiting if not request.is_paused)
         for request in list(islice(unpaused, 4 * len(self.cache.rows))):
+            if request.is_finished or self._is_running(request):  # after an interrupt
+                self.waiting.remove(request)
+                continue
             if self._shares_a_prefill(request):
                 continue
             free = self._free_rows()
@@ -206,16 +217,19 @@ class Engine:
     def preempt(self, requests: Iterable[Request]) -> None:
         """Take the rows of running requests, which are admitted again later."""
         for request in list(requests):
-            self._release(request)
             if request.reads_every_position:  # it starts again
                 del request.prompt_logprobs[1:], request.prompt_top_logprobs[1:]
                 del request.hidden_states[:]
             self.waiting.appendleft(request)
+            self._release(request)
 
     def _release(self, request: Request) -> None:
-        if request.row is not None:
-            del self.running[request.row]
-            request.row = None
+        if self._is_running(request):
+            del self.running[request.row or 0]
+        request.row = None
+
+    def _is_running(self, request: Request) -> bool:
+        return request.row is not None and self.running.get(request.row) is request
 
     def _n_pending(self, request: Request) -> int:
         """Tokens of a running request that are not in the cache yet."""
@@ -325,8 +339,7 @@ class Engine:
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request from logits (len(requests), vocab_size)."""
-        logits = logits[:, : self.n_words]
-        reshaped = self._reshape(requests, logits)
+        reshaped = self._reshape(requests, logits[:, : self.n_words])
         drawing = [request for request in requests if not request.is_finished]
         if not drawing:
             return
@@ -334,7 +347,7 @@ class Engine:
             rows = [i for i, request in enumerate(requests) if not request.is_finished]
             logits, reshaped = logits[rows], reshaped[rows]
         params = [request.params for request in drawing]
-        tokens = sample(reshaped, params, _waits(drawing, logits))
+        tokens = sample(reshaped, params, draw_waits(drawing, reshaped))
         tokens = torch.where(logits.amin(-1).isfinite(), tokens, NOT_FINITE)
         if self.broadcast is not None:
             tokens = self.broadcast(tokens)
@@ -364,16 +377,7 @@ class Engine:
     ) -> None:
         """Take in a drawn token, and finish the request if it ends there."""
         if token == NOT_FINITE:
-            processor = request.params.logits_processor
-            self._fail(
-                [request],
-                self._not_finite()
-                if processor is None
-                else LlamaError(
-                    "the logits are not finite: logits_processor may return -inf, but no NaN, and "
-                    "must leave a token"
-                ),
-            )
+            self._fail([request], self._not_finite())
         elif token in self.eos_ids:
             self._finish(request, "stop")
         elif token in request.stop_tokens:
@@ -407,23 +411,3 @@ class Engine:
             f"the logits are not finite in {self.model.norm.weight.dtype}: the checkpoint may be "
             "damaged, or the dtype too narrow for it: try dtype='float32' (or 'bfloat16')"
         )
-
-
-def chunk_len(args: ModelArgs, start_pos: int) -> int:
-    """How many tokens of one prompt a pass may read from position `start_pos` on."""
-    return min(
-        args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
-    )
-
-
-def _waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:
-    """The waiting times of each request's next draw (len(requests), n); None if all are greedy."""
-    if all(request.params.temperature == 0 for request in requests):
-        return None
-    unused = torch.ones_like(logits[0])
-    return torch.stack(
-        [
-            unused if request.params.temperature == 0 else request.draw(logits.shape[-1])
-            for request in requests
-        ]
-    )

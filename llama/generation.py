@@ -21,10 +21,10 @@ from llama.chat import (  # noqa: F401 (callers of the original import these fro
     E_SYS,
     SPECIAL_TAGS,
     UNSAFE_ERROR,
-    ChatFormat,
     Dialog,
     Message,
     Role,
+    choose_chat_format,
 )
 from llama.checkpoints.load import load_model, load_tokenizer, open_checkpoint
 from llama.compile import compile_step
@@ -77,6 +77,7 @@ class Llama(Session):
         seed: int = 1,
         *,
         adapter: str | Path | None = None,
+        chat_format: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         sliding_window: int | None = None,
@@ -98,6 +99,7 @@ class Llama(Session):
             model_parallel_size: ranks that share one copy of the model; None: all there are.
             seed: of the instance's own generator; the global random state is not touched.
             adapter: a folder with LoRA, as PEFT saves it, which is added to the weights.
+            chat_format: llama2, llama3, mistral, or a Jinja template; None: as the checkpoint says.
             device: None: CUDA if there is any, else MPS, else the CPU.
             dtype: None: float16 on CUDA and MPS, float32 on a CPU.
             sliding_window: attention window in tokens; None: as the checkpoint says. With a window
@@ -125,18 +127,27 @@ class Llama(Session):
             given["sliding_window"] = sliding_window
         args = ModelArgs(**{**checkpoint.params, **given})
         tokenizer = load_tokenizer(checkpoint, tokenizer_path)
-        options = {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "compile": compile}
+        dialogs = choose_chat_format(tokenizer, checkpoint.text, chat_format)
         runtime = groups.setup(
             device=device,
             dtype=dtype,
             model_parallel_size=model_parallel_size,
             timeout_s=timeout_s,
-            arguments={**vars(args), **options, "seed": seed, "check_ranks": check_ranks},
+            arguments={
+                **vars(args),
+                "kv_cache_dtype": kv_cache_dtype,
+                "quantize": quantize,
+                "compile": compile,
+                "seed": seed,
+                "check_ranks": check_ranks,
+                "adapter": adapter is not None,
+            },
         )
         try:
             with ranks.waiting_to_load(runtime):
                 model = load_model(args, checkpoint, runtime, kv_cache_dtype, quantize)
                 llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
+                llama.chat_format = dialogs
                 if compile:
                     shown = verbose and runtime.rank == 0
                     llama.engine.decode_step = compile_step(model, verbose=shown)
@@ -236,7 +247,7 @@ class Llama(Session):
         )
         require(not isinstance(prompts, str), f"prompts is {prompts!r:.80}: pass a list of texts")
         named = {
-            f"prompt {i}": self.tokenizer.encode(prompt, bos=True)
+            f"prompt {i}": self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
             for i, prompt in enumerate(prompts)
         }
         return self._complete(named, params, echo=echo)
@@ -294,7 +305,8 @@ class Llama(Session):
         prediction.
         """
         params = params or SamplingParams(temperature, top_p, max_gen_len, seed, stop)
-        return self._stream_text("the prompt", self.tokenizer.encode(prompt, bos=True), params)
+        ids = self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
+        return self._stream_text("the prompt", ids, params)
 
     def stream_chat(
         self,

@@ -211,7 +211,8 @@ INLINE void tile_floats(const int M, const int kind, const int in_place, const f
         *(__typeof__(sum4(acc[i])) *)(y + i * TILE) = sum4(acc[i]);
         for (long t = j; t < count; t++)
             for (int r = 0; r < TILE; r++)
-                y[i * TILE + r] += x[i * x_stride + t] * number(kind, w, r * w_stride + t);
+                y[i * TILE + r] =
+                    fmaf(x[i * x_stride + t], number(kind, w, r * w_stride + t), y[i * TILE + r]);
     }
 }
 
@@ -299,8 +300,8 @@ INLINE void tile_int4(const int M, const inputs *in, long row, const weights *w,
         *(__typeof__(sum4(acc[i])) *)(y + i * TILE) = sum4(acc[i]);
         for (long t = g; t < n_groups; t++)
             for (int r = 0; r < TILE; r++)
-                y[i * TILE + r] +=
-                    from_bfloat16(zeros[r * n_groups + t]) * sums[i * n_groups + t];
+                y[i * TILE + r] = fmaf(from_bfloat16(zeros[r * n_groups + t]),
+                                       sums[i * n_groups + t], y[i * TILE + r]);
     }
 }
 
@@ -452,7 +453,8 @@ static void chunk(const weights *w, const inputs *in, float *y, long low, long h
 /* y (m, n) = x (m, k) times w (n, k). Returns 0, or 1 without memory. */
 int llama_linear(const float *x, int kind, const void *w, const void *scales, float *y, long m,
                  long n, long k, long group, int threads) {
-    int is_int = kind == INT8 || (kind == INT4 && m <= FEW && n % TILE == 0);
+    int is_int = kind == INT8 ||
+                 (kind == INT4 && m <= FEW && n % TILE == 0 && group >= 32 && group <= 64);
     int copy = is_int || m > FEW;
     long stride = copy ? (k + SKEW - 1) / SKEW * SKEW + SKEW : k, n_groups = group ? k / group : 0;
     weights weight = {kind, w, scales, n, k, group};

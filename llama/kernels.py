@@ -49,7 +49,7 @@ def select(choice: str) -> None:
     global _choice
     require(
         choice in CHOICES,
-        f"kernels {choice!r:.80}: it must be one of {', '.join(map(repr, CHOICES))}",
+        f"kernels {choice!r:.80}: it must be one of {', '.join(CHOICES)}",
     )
     _choice = choice
 

@@ -38,6 +38,7 @@ class StreamResult(TypedDict):
 
 
 def prediction(request: Request, *, echo: bool = False) -> CompletionPrediction:
+    """What a finished request of text returns."""
     assert request.detokenizer is not None
     found: CompletionPrediction = {
         "generation": request.detokenizer.text,

@@ -25,8 +25,11 @@ from llama.errors import LlamaError, require
 
 KINDS = ("int8", "int4")
 PARTS = ("values", "scales")  # names in a file, behind the parameter's
-GROUPS = (64, 32)  # the first that divides a row
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # candidates for the range of a group, over its own
+GROUPS = (64, 32, 16)
+MIN_GROUPS = 8  # in a row: the weights of small models lose more by 4 bits
+# Candidates for the range of a group: which parts of its own range are cut off at either end.
+CUTS = ((0, 0), (0.03, 0.03), (0.06, 0.06), (0.1, 0.1), (0.07, 0), (0, 0.07))
+REFITS = 3
 TILE_ROWS = 1024  # of a weight that is converted in pieces: a few MB of float32 at a time
 TINY = 2.0**-100  # the least scale, of a row of zeros
 
@@ -43,13 +46,13 @@ def check_kind(kind: str | None) -> None:
 
 def group_size(in_features: int) -> int:
     """How many neighbours in a row share a scale in int4."""
-    group = next((g for g in GROUPS if in_features % g == 0), None)
-    if group is None:
-        raise LlamaError(
-            f"a row of {in_features} weights does not divide into groups of "
-            f"{', '.join(map(str, GROUPS))}: use quantize='int8', or fewer ranks"
-        )
-    return group
+    groups = [g for g in GROUPS if in_features % g == 0]
+    require(
+        bool(groups),
+        f"a row of {in_features} weights does not divide into groups of "
+        f"{', '.join(map(str, GROUPS))}: use quantize='int8', or fewer ranks",
+    )
+    return next((g for g in groups if in_features >= MIN_GROUPS * g), groups[-1])
 
 
 def to_int8(weight: torch.Tensor) -> Parts:
@@ -65,7 +68,7 @@ def to_int8(weight: torch.Tensor) -> Parts:
 def to_int4(weight: torch.Tensor) -> Parts:
     """weight (n, k) as values (n, k / 2) and scales (2, n, k / group)."""
     values, scales = [], []
-    for tile in weight.split(TILE_ROWS // 4):
+    for tile in weight.split(TILE_ROWS // 16):
         codes, scale, zero = _fit_int4(tile.float().unflatten(1, (-1, group_size(weight.shape[1]))))
         low, high = codes.to(torch.uint8).chunk(2, dim=-1)
         values.append((low | high << 4).flatten(1))
@@ -76,31 +79,32 @@ def to_int4(weight: torch.Tensor) -> Parts:
 def _fit_int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes (n, n_groups, group), scales and zeros (n, n_groups) of groups of a weight.
 
-    Of several ranges, each mended by least squares, the one with the smallest squared error.
+    Of several ranges the one with the smallest squared error, then improved by least squares.
     """
     low, high = groups.aminmax(dim=-1)
-    best: tuple[torch.Tensor, ...] = ()
-    for shrink in SHRINK:
-        scale, zero = shrink * (high - low) / 15, (low + high - shrink * (high - low)) / 2
-        for _ in range(2):
-            # As they are stored: rounded.
-            scale = scale.clamp_min(TINY).bfloat16().float()
-            zero = zero.bfloat16().float()
-            codes = ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(0, 15)
-            error = (codes * scale[..., None] + zero[..., None] - groups).square_().sum(-1)
-            found = error, codes, scale, zero
-            if best:
-                better = error < best[0]
-                best = tuple(
-                    torch.where(better if new.ndim == 2 else better[..., None], new, old)
-                    for new, old in zip(found, best, strict=True)
-                )
-            else:
-                best = found
+    span = high - low
+    best = (torch.full_like(low, torch.inf), torch.zeros_like(groups), span, low)
+    for step in range(len(CUTS) + REFITS):
+        if step < len(CUTS):
+            start, end = CUTS[step]
+            scale, zero = (1 - start - end) * span / 15, low + start * span
+        else:
+            codes = best[1]
             spread = codes - codes.mean(-1, keepdim=True)
             scale = (spread * groups).sum(-1) / spread.square().sum(-1).clamp_min(TINY)
             zero = groups.mean(-1) - scale * codes.mean(-1)
-    return best[1], best[2], best[3]
+        # As they are stored: rounded.
+        scale, zero = scale.clamp_min(TINY).bfloat16().float(), zero.bfloat16().float()
+        codes = ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(0, 15)
+        error = (codes * scale[..., None]).add_(zero[..., None]).sub_(groups).square_().sum(-1)
+        better = error < best[0]
+        best = (
+            torch.where(better, error, best[0]),
+            torch.where(better[..., None], codes, best[1]),
+            torch.where(better, scale, best[2]),
+            torch.where(better, zero, best[3]),
+        )
+    return best[1:]
 
 
 def dequantize(

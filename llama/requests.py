@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Literal
@@ -136,3 +136,23 @@ def answer_limit(name: str, n_tokens: int, max_gen_len: int | None, args: ModelA
         "build with a larger max_seq_len, or a smaller sliding_window",
     )
     return room if max_gen_len is None else min(max_gen_len, room)
+
+
+def chunk_len(args: ModelArgs, start_pos: int) -> int:
+    """How many tokens of one prompt a pass may read from position `start_pos` on."""
+    return min(
+        args.prefill_chunk or args.n_slots, max(args.n_slots - start_pos, args.longest_chunk)
+    )
+
+
+def draw_waits(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor | None:
+    """The waiting times of each request's next draw (len(requests), n); None if all are greedy."""
+    if all(request.params.temperature == 0 for request in requests):
+        return None
+    unused = torch.ones_like(logits[0])
+    return torch.stack(
+        [
+            unused if request.params.temperature == 0 else request.draw(logits.shape[-1])
+            for request in requests
+        ]
+    )

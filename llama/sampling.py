@@ -91,7 +91,7 @@ class SamplingParams:
 
 # What a person may pass: lowest, highest, and a remark.
 _HUGE = 2**63 - 1
-_FINITE = math.nextafter(math.inf, 0)
+_FINITE = torch.finfo(torch.float32).max
 _LIMITS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, _FINITE, " (0 always takes the most likely token)"),
     "top_p": (0, 1, " (1 keeps every token)"),
@@ -190,6 +190,10 @@ def reshape_logits(
             f"return a tensor of shape ({n_words},)",
         )
         logits = changed.to(logits)
+        require(
+            bool(logits.amax().isfinite()),
+            "logits_processor returned NaN or infinity, or left no token: -inf excludes a token",
+        )
     return logits
 
 

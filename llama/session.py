@@ -34,7 +34,7 @@ class Session:
     def __init__(
         self, model: Transformer, tokenizer: BaseTokenizer, *, seed: int = 1, replica: int = 0
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.tokenizer = tokenizer
         self.chat_format: ChatFormat = Llama2Format(tokenizer)
         self.engine = Engine(model, n_words=tokenizer.n_words, eos_ids=tokenizer.eos_ids)
         self._runtime: groups.Runtime | None = None
@@ -48,6 +48,15 @@ class Session:
         if runtime.model_parallel_size > 1:
             group = get_model_parallel_group()
             self.engine.broadcast = partial(ranks.broadcast_tokens, group=group)
+
+    @property
+    def model(self) -> Transformer:
+        """May be replaced by a compiled form of it; None after `close`."""
+        return self.engine.model
+
+    @model.setter
+    def model(self, model: Transformer) -> None:
+        self.engine.model = self.engine.cache.model = self.engine.decode_step = model
 
     @property
     def rank(self) -> int:
@@ -71,7 +80,6 @@ class Session:
             if self.model is None:  # another thread was first
                 return
             self.engine.shut_down(LlamaError(_CLOSED))
-            self.model = None  # type: ignore[assignment]  # whoever needs it calls _require_usable
             if self._runtime is not None:
                 groups.teardown(self._runtime)
 

@@ -91,14 +91,13 @@ class BaseTokenizer(ABC):
 
     def split_special(self, s: str) -> list[str | int]:
         """`s` as texts and the ids of the control tokens in it."""
-        parts = re.split(f"({self.special_pattern.pattern})", s)
-        return [self.special.get(part, part) for part in parts if part]
+        return [self.special.get(part, part) for part in self.special_pattern.split(s) if part]
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches the text of any control token."""
         longest_first = sorted(self.special, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def special_text(self, id: int) -> str:
         """The text of a control token, "" if `id` is none."""
@@ -238,6 +237,11 @@ class JsonTokenizer(BaseTokenizer):
             added = [(t["id"], t["content"], t["special"]) for t in spec["added_tokens"]]
             self.special = {text: id for id, text, special in added if is_control(text, special)}
             self._library = Library.from_str(json.dumps(_marked(spec, self.special)))
+            front = self._library.encode("").ids  # what the file puts in front of all text
+            ids = self._library.get_vocab() | self.special
+            known = {ids.get(_MARK + text) for text in self.special}
+            if known != {*self.special.values()} or not known.issuperset(front):
+                raise ValueError("the ids of its added tokens do not fit its vocabulary")
         except Exception as error:  # tokenizers raises Exception itself
             raise LlamaError(
                 f"tokenizer.json cannot be read ({error!s:.80}): download it again, or update the "
@@ -245,12 +249,10 @@ class JsonTokenizer(BaseTokenizer):
             ) from error
         self._spec = spec
         self._added = {id: text.encode() for id, text, _ in added}
-        ids = {**self._library.get_vocab(), **self.special}
         self.n_words = max(ids.values(), default=-1) + 1
         self._is_byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         word = next((id for text, id in ids.items() if "▁a" <= text < "▁{"), None)
         self._drops_space = word is not None and self._library.decode([word])[:1] != " "
-        front = self._library.encode("").ids
         self.adds_bos = len(front) > 0
         self.bos_id, self.eos_id, self.pad_id = (
             ids.get(text or "", -1) for text in (bos, eos, pad)
@@ -274,7 +276,7 @@ class JsonTokenizer(BaseTokenizer):
             return self._added[id]
         token = self._library.id_to_token(id) or ""
         if self._is_byte_level:
-            return bytes(map(vocabulary.TO_BYTE.__getitem__, token))
+            return b"".join(vocabulary.TO_BYTE.get(char) or char.encode() for char in token)
         if re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:-1], 16)])
         text = token.replace("▁", " ")
@@ -291,6 +293,8 @@ def _marked(spec: Mapping[str, Any], special: Mapping[str, int]) -> dict[str, An
         for token in spec["added_tokens"]
     ]
     model = dict(spec["model"])
+    if model.get("continuing_subword_prefix"):  # on which tokenizers 0.23 may abort the process
+        raise ValueError("its subwords have a prefix")
     model["vocab"] = {names.get(text, text): id for text, id in model["vocab"].items()}
     unknown = model.get("unk_token")
     model["unk_token"] = names.get(str(unknown), unknown)
@@ -375,7 +379,10 @@ def gguf_tokenizer(
     n, n_scores = len(tokens), len(scores) if model == "llama" else len(tokens)
     special = {*eos_ids, *[bos_id] * (bos_id >= 0 or model == "llama")}
     require(
-        n == len(types) == n_scores and len(eos_ids) > 0 and 0 <= min(special) <= max(special) < n,
+        n == len(types) == n_scores
+        and len(eos_ids) > 0
+        and 0 <= min(special) <= max(special) < n
+        and min(types) >= 0,
         f"the tokenizer has {n} tokens, {len(types)} types, {n_scores} scores, BOS {bos_id} and "
         f"EOS {list(eos_ids)!r:.80}, which do not fit together: download the file again",
     )
@@ -388,7 +395,8 @@ def gguf_tokenizer(
         tokenizer = Tokenizer(
             vocabulary.sentencepiece_model(
                 tokens, scores, types, bos_id, eos_ids[0], add_space_prefix
-            )
+            ),
+            prefix_parts=add_space_prefix,  # as llama.cpp
         )
         tokenizer.adds_bos = adds_bos
     else:

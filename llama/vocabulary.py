@@ -56,7 +56,7 @@ def _varint(n: int) -> bytes:
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHER = [byte for byte in range(256) if byte not in _PRINTABLE]
 _TO_CHAR = {byte: byte for byte in _PRINTABLE} | {byte: 256 + i for i, byte in enumerate(_OTHER)}
-TO_BYTE = {chr(char): byte for byte, char in _TO_CHAR.items()}
+TO_BYTE = {chr(char): bytes([byte]) for byte, char in _TO_CHAR.items()}
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

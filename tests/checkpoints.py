@@ -95,6 +95,36 @@ def hf_model(**config: Any) -> Any:
     return model
 
 
+_HF_NAMES = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+}
+
+
+def meta_state(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a model of transformers as Meta stores them."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = tensor.view(-1, 2, model.config.head_dim // 2, tensor.shape[-1])
+            tensor = heads.transpose(1, 2).reshape(tensor.shape)
+        for theirs, ours in _HF_NAMES.items():
+            name = name.replace(theirs, ours)
+        state[name] = tensor.clone()
+    return state
+
+
 def hf_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(tokens).logits

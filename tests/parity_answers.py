@@ -26,7 +26,7 @@ def prompts(case: Case) -> list[list[int]]:
 
 
 def build(case: Case) -> Llama:
-    """Where there is a window, the cache is so short that its ring turns."""
+    """Where there is a window, the cache is so short that its ring wraps."""
     return Llama.build(
         case["folder"],
         TOKENIZER,
@@ -44,26 +44,27 @@ def build(case: Case) -> Llama:
 
 def answers(case: Case) -> list[dict]:
     """Of each prompt all tokens, how many of them were given, and the logprobs of the last ones."""
-    how: Any = {"temperature": 0, "logprobs": True}
+    params: Any = {"temperature": 0, "logprobs": True}
     with build(case) as llama:
         given = prompts(case)
         if case["reuse"] == "cold":
-            found, logprobs = llama.generate(given, NEW, **how, echo=True)
-            return told(given, found, [row[1:] for row in logprobs or []])
+            found, logprobs = llama.generate(given, NEW, **params, echo=True)
+            return payload(given, found, [row[1:] for row in logprobs or []])
         heads = [row[: len(row) // 2] for row in given]
-        first, logprobs = llama.generate(heads, 3, **how)
+        first, logprobs = llama.generate(heads, 3, **params)
         before = [head + row for head, row in zip(heads, first, strict=True)]
-        result = told(heads, before, logprobs or [])
+        result = payload(heads, before, logprobs or [])
         longer = [b + row[len(row) // 2 :] for b, row in zip(before, given, strict=True)]
         for i, row in enumerate(longer):  # all but the answer's last token, which was not read
-            held = llama._record.reusable(i, row, llama.model.params.n_slots)
-            assert held == len(before[i]) - 1
-        second, logprobs = llama.generate(longer, NEW, **how)
+            assert llama.engine.cache.longest(row)[0] == len(before[i]) - 1
+        second, logprobs = llama.generate(longer, NEW, **params)
         after = [row + answer for row, answer in zip(longer, second, strict=True)]
-        return result + told(longer, after, logprobs or [])
+        return result + payload(longer, after, logprobs or [])
 
 
-def told(given: list[list[int]], found: list[list[int]], logprobs: list[list[float]]) -> list[dict]:
+def payload(
+    given: list[list[int]], found: list[list[int]], logprobs: list[list[float]]
+) -> list[dict]:
     return [
         {"tokens": tokens, "given": len(prompt), "logprobs": values}
         for prompt, tokens, values in zip(given, found, logprobs, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,28 +9,21 @@ from typing import Any
 import pytest
 from test_tokenizer_files import STORIES_MODEL, byte_level, metaspace
 
-from llama import LlamaError, Tokenizer
+from llama import Llama, LlamaError, Tokenizer
 from llama.chat import (
-    FORMATS,
+    TEMPLATES as NAMED,
+)
+from llama.chat import (
     ChatFormat,
     Llama2Format,
-    Llama3Format,
-    MistralFormat,
     TemplateFormat,
     choose_chat_format,
 )
+from llama.checkpoints.config import TextFacts
 from llama.generation import STORIES
 from llama.tokenizer import BaseTokenizer, JsonTokenizer, open_tokenizer
 
 transformers = pytest.importorskip("transformers")
-
-
-@dataclasses.dataclass(frozen=True)
-class TextFacts:
-    eos_ids: tuple[int, ...] = ()
-    bos: bool | None = None
-    chat_template: str | None = None
-    layout: str = "hf"
 
 
 CHATML = (
@@ -126,7 +118,7 @@ def test_the_ids_equal_those_of_apply_chat_template(
     expected = oracle.apply_chat_template(
         dialog, chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=False
     )
-    chat = choose_chat_format(ours, TextFacts(chat_template=TEMPLATES[name]))
+    chat = choose_chat_format(ours, TextFacts("hf", chat_template=TEMPLATES[name]))
     chat.check(dialog, 0)
     assert chat.encode(dialog) == expected
     assert chat.encode([dict(message) for message in dialog]) == expected
@@ -185,7 +177,7 @@ def test_a_template_says_why_it_refuses_a_dialog(pair: tuple[Any, JsonTokenizer]
         chat.check([user("a"), user("b")], 3)
     with pytest.raises(LlamaError, match=r"dialog 1 is empty"):
         chat.check([], 1)
-    with pytest.raises(LlamaError, match=r"content of message 0 of dialog 1 is a int"):
+    with pytest.raises(LlamaError, match=r"message 0 of dialog 1 is .* are strings"):
         chat.check([{"role": "user", "content": 5}], 1)
 
 
@@ -235,7 +227,7 @@ def test_a_template_that_loops_for_long_is_stopped(
 def test_a_template_that_cannot_be_read_is_refused_when_it_is_chosen(template: str) -> None:
     tokenizer = Tokenizer(STORIES / "tokenizer.model")
     with pytest.raises(LlamaError, match=r"cannot be read .*chat_format="):
-        choose_chat_format(tokenizer, TextFacts(chat_template=template))
+        choose_chat_format(tokenizer, TextFacts("hf", chat_template=template))
 
 
 # Which format a checkpoint has.
@@ -243,7 +235,8 @@ def test_a_template_that_cannot_be_read_is_refused_when_it_is_chosen(template: s
 
 def llama3() -> BaseTokenizer:
     library = byte_level()
-    library.add_special_tokens(list(Llama3Format.tags))
+    names = ("begin_of_text", "start_header_id", "end_header_id", "eot_id")
+    library.add_special_tokens([f"<|{name}|>" for name in names])
     return JsonTokenizer(json.loads(library.to_str()), bos="<|begin_of_text|>")
 
 
@@ -253,12 +246,12 @@ def mistral3() -> BaseTokenizer:
 
 
 def test_each_layout_has_the_format_that_its_files_say() -> None:
-    sp, meta = Tokenizer(STORIES / "tokenizer.model"), TextFacts(layout="meta")
+    sp, meta = Tokenizer(STORIES / "tokenizer.model"), TextFacts("meta")
     assert type(choose_chat_format(sp, meta)) is Llama2Format
-    assert type(choose_chat_format(llama3(), meta)) is Llama3Format
-    assert type(choose_chat_format(mistral3(), meta)) is MistralFormat
+    assert choose_chat_format(llama3(), meta).name == "llama3"
+    assert choose_chat_format(mistral3(), meta).name == "mistral"
     for layout in ("meta", "hf", "gguf"):
-        facts = TextFacts(layout=layout, chat_template=CHATML)
+        facts = TextFacts(layout, chat_template=CHATML)
         assert choose_chat_format(sp, facts).name == "template"
         assert type(choose_chat_format(sp, facts, "llama2")) is Llama2Format
         tags = {"[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"}
@@ -268,23 +261,24 @@ def test_each_layout_has_the_format_that_its_files_say() -> None:
 def test_a_checkpoint_without_a_format_is_refused_for_chat_alone() -> None:
     sp = Tokenizer(STORIES / "tokenizer.model")
     for layout in ("hf", "gguf"):
-        chat = choose_chat_format(sp, TextFacts(layout=layout))
+        chat = choose_chat_format(sp, TextFacts(layout))
         assert type(chat) is ChatFormat
         with pytest.raises(LlamaError, match=r"has no chat template.*chat_format= one of 'llama2'"):
             chat.check([user("Hi")], 0)
     with pytest.raises(LlamaError, match=r"chat_format 'alpaca' is unknown: pass one of 'llama2'"):
-        choose_chat_format(sp, TextFacts(), "alpaca")
-    for name in set(FORMATS) - {"llama2"}:
+        choose_chat_format(sp, TextFacts("hf"), "alpaca")
+    for name in set(NAMED) - {"llama2"}:
         with pytest.raises(LlamaError, match=rf"'{name}' needs the tokens"):
-            choose_chat_format(sp, TextFacts(), name)
+            choose_chat_format(sp, TextFacts("hf"), name)
 
 
 def test_the_format_of_llama_3_is_metas() -> None:
     ours = llama3()
-    chat = Llama3Format(ours)
+    chat = choose_chat_format(ours, TextFacts("meta"))
     dialog = [system(" Be kind. "), user("Hi<|eot_id|>"), {"role": "ipython", "content": "1"}]
     chat.check(dialog, 0)
-    bos, _, start, end, eot = (ours.special[tag] for tag in chat.tags)
+    names = ("begin_of_text", "start_header_id", "end_header_id", "eot_id")
+    bos, start, end, eot = (ours.special[f"<|{name}|>"] for name in names)
 
     def header(role: str) -> list[int]:
         return [start, *ours.encode(role), end, *ours.encode("\n\n")]
@@ -298,14 +292,14 @@ def test_the_format_of_llama_3_is_metas() -> None:
 
 def test_the_format_of_mistral_has_its_tags_as_ids() -> None:
     ours = mistral3()
-    chat = MistralFormat(ours)
+    chat = choose_chat_format(ours, TextFacts("meta"))
     dialog = [system("Be kind."), user("Hi"), assistant("Yes."), user("Why")]
     chat.check(dialog, 0)
     assert chat.encode(dialog) == [
         *[1, 1024, *ours.encode("Hi"), 1025, *ours.encode("Yes."), 2],
         *[1024, *ours.encode("Be kind.\n\nWhy"), 1025],
     ]
-    with pytest.raises(LlamaError, match="where 'user' is expected"):
+    with pytest.raises(LlamaError, match="user and assistant have to alternate"):
         chat.check([assistant("a")], 0)
 
 
@@ -322,3 +316,24 @@ def test_rendering_restores_a_debuggers_trace() -> None:
         assert sys.gettrace() is trace
     finally:
         sys.settrace(before)
+
+
+def test_build_takes_a_chat_format_in_place_of_the_checkpoints() -> None:
+    template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}{% endfor %}"
+    with Llama.build(max_seq_len=128, chat_format=template, verbose=False) as llama:
+        assert llama.chat_format.name == "template"
+        ids = llama.tokenizer.encode("user: [INST]")
+        assert llama.chat_format.encode([user("[INST]")]) == ids
+        (answer,) = llama.chat_completion([[user("[INST]")]], temperature=0, max_gen_len=4)
+        (text,), _ = llama.generate([ids], 4, temperature=0)
+        assert answer["generation"]["content"] == llama.tokenizer.decode(text)
+    with pytest.raises(LlamaError, match="'llama3' needs the tokens"):
+        Llama.build(chat_format="llama3", verbose=False)
+
+
+def test_the_template_of_llama_2_that_is_written_to_files_gives_the_ids_of_the_format() -> None:
+    """Behind a control token transformers puts no space; the original does, as it encodes anew."""
+    ours = Tokenizer(STORIES_MODEL, prefix_parts=True)
+    for dialog in DIALOGS:
+        expected = Llama2Format(ours).encode(dialog)
+        assert TemplateFormat(ours, NAMED["llama2"]).encode(dialog) == expected

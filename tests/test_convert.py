@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -18,10 +19,11 @@ from conftest import ATOL
 from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError
+from llama.chat import choose_chat_format
 from llama.checkpoints import convert as converting
 from llama.checkpoints.config import to_params
 from llama.checkpoints.convert import convert
-from llama.checkpoints.load import open_checkpoint
+from llama.checkpoints.load import load_tokenizer, open_checkpoint
 from llama.generation import STORIES
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -203,7 +205,7 @@ def test_force_removes_no_folder_that_is_more_than_a_checkpoint(tmp_path: Path) 
         dst = write_meta(tmp_path / name.replace("/", "."))
         (dst / name).parent.mkdir(exist_ok=True)
         (dst / name).write_text("dear")
-        with pytest.raises(LlamaError, match=rf"would remove '{name.split('/')[0]}' as well"):
+        with pytest.raises(LlamaError, match=rf"also holds '{name.split('/')[0]}', and --force"):
             convert(src, dst, to="hf", force=True)
         assert (dst / name).exists()
 
@@ -361,7 +363,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_no_half_checkpoint(
         ({"to": "hf", "dtype": "int8"}, "--dtype 'int8': it must be one of float32"),
         ({"to": ["hf"]}, "--to ['hf']: it must be one of meta, hf"),
         ({"to": "hf", "dtype": ["x"]}, "--dtype ['x']: it must be one of float32"),
-        ({"to": "hf", "dst": "a\0b"}, r"dst 'a\x00b' is no path ("),  # why, Python says
+        ({"to": "hf", "dst": "a\0b"}, r"dst 'a\x00b' cannot be a path ("),  # why, Python says
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict, said: str, tmp_path: Path) -> None:
@@ -475,3 +477,43 @@ def test_facts_of_the_text_survive_a_way_through_metas_layout(tmp_path: Path) ->
     for name in ("meta", "b"):
         text = open_checkpoint(tmp_path / name).text
         assert replace(text, bos=None) == open_checkpoint(src).text
+
+
+DIALOG = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Who are you? "},
+    {"role": "assistant", "content": "A dog."},
+    {"role": "user", "content": "And now?"},
+]
+
+
+def tiktoken_file(folder: Path) -> None:
+    """A small one of Llama 3's kind."""
+    words = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" t", b" d", b" do"]
+    lines = (f"{base64.b64encode(word).decode()} {i}" for i, word in enumerate(words))
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_transformers_writes_a_dialog_as_we_do_in_an_exported_folder(
+    kind: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    src = write_meta(tmp_path / "src")
+    if kind == "llama2":
+        shutil.copy(STORIES / "tokenizer.model", src)
+    else:
+        tiktoken_file(src)
+    convert(src, tmp_path / "hf", to="hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for folder in (src, tmp_path / "hf"):
+        checkpoint = open_checkpoint(folder)
+        ours = load_tokenizer(checkpoint)
+        chat = choose_chat_format(ours, checkpoint.text)
+        for dialog in (DIALOG, DIALOG[1:], DIALOG[1:2]):
+            expected = theirs.apply_chat_template(dialog, add_generation_prompt=True)["input_ids"]
+            assert chat.encode(dialog) == expected
+    text = "Once upon a time the dog and 🐶"
+    assert theirs(text).input_ids == ours.encode(text, bos=True)
+    assert theirs.decode(ours.encode(text)) == text

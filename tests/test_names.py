@@ -22,6 +22,7 @@ from llama import Llama
 from llama import __main__ as command_line
 
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "tests/golden/README.md"]
+PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 FILES = [
     path
     for folder in ("", "llama", "tests", "benchmarks")

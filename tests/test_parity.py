@@ -159,17 +159,17 @@ def reference(case: Case) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.to(dtype).float()
     checkpoint = open_checkpoint(case["folder"])
-    for name, (shape, axis, hf_name, rotary) in checkpoint.parameters.items():
-        if kind is None or len(shape) == 1:
+    for name, parameter in checkpoint.parameters.items():
+        if kind is None or len(parameter.shape) == 1:
             continue
         parts = [checkpoint.read_quantized(name, kind, rank, ranks) for rank in range(ranks)]
-        where, _, what = hf_name.removesuffix(".weight").rpartition(".")
+        where, _, what = parameter.hf_name.removesuffix(".weight").rpartition(".")
         if "embed" in what:
             wide = torch.cat([dequantized(*part) for part in parts], 1)
             model.get_submodule(where).embed_tokens.weight.data = wide.to(dtype).float()
         else:
-            head_dim = checkpoint.args.head_dim if rotary else None
-            setattr(model.get_submodule(where), what, Product(parts, axis, head_dim))
+            head_dim = checkpoint.args.head_dim if parameter.rotary else None
+            setattr(model.get_submodule(where), what, Product(parts, parameter.axis, head_dim))
     return model
 
 

@@ -1,4 +1,4 @@
-"""The README, executed: its commands and its Python, and what it shows of their output.
+"""README and docs, executed: their commands and their Python, and what they show of the output.
 
 A block of `text` is the output of the block of `sh` or `python` before it. What a command
 names and nobody has here is made small: CHECKPOINTS and STAND_INS say what stands for what. What
@@ -23,10 +23,12 @@ from spawn import ROOT, TORCHRUN, run
 
 from llama.checkpoints.convert import convert
 from llama.generation import STORIES
-from llama.kv_cache import format_bytes
 from llama.memory import Plan, architecture
+from llama.sizes import format_bytes
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOC_FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in DOC_FILES}
 MARK = "<end of a block>"
 
 PROGRAMS = {"torchrun": TORCHRUN, "python": [sys.executable]}
@@ -60,6 +62,7 @@ CHECKPOINTS = {
 
 @dataclass(frozen=True)
 class Block:
+    page: str
     language: str
     code: str
     shown: str | None  # of its output
@@ -73,11 +76,14 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    for (language, code), (after, shown) in itertools.pairwise([*fences, ("", "")]):
-        if language in ("sh", "python"):
-            yield Block(language, code, shown if after == "text" else None)
-        assert after != "text" or language in ("sh", "python"), f"whose output is this?\n{shown}"
+    for page, text in PAGES.items():
+        fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        for (language, code), (after, shown) in itertools.pairwise([*fences, ("", "")]):
+            if language in ("sh", "python"):
+                yield Block(page, language, code, shown if after == "text" else None)
+            assert after != "text" or language in ("sh", "python"), (
+                f"whose output is this?\n{shown}"
+            )
 
 
 SHELL = [block for block in blocks() if block.language == "sh"]
@@ -141,10 +147,13 @@ def printed(place: Path) -> Iterator[dict[Block, Future[str]]]:
 
 
 def test_a_block_is_a_command_or_python_or_their_output_or_a_table() -> None:
-    languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", README, re.MULTILINE)
-    assert set(languages) == {"sh", "python", "text", ""}
-    # The formulas of the memory, and the list of files, which test_layout.py compares.
-    assert languages.count("") == 2
+    for text in PAGES.values():
+        languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", text, re.MULTILINE)
+        assert set(languages) <= {"sh", "python", "text", ""}
+
+
+def test_the_readme_has_one_screen_of_what_it_is_and_less_than_200_lines() -> None:
+    assert len(README.splitlines()) < 200
 
 
 def test_the_lists_of_this_file_name_nothing_that_the_readme_does_not() -> None:
@@ -164,21 +173,22 @@ def test_the_commands_run_and_print_what_is_shown(
         assert_shown(output, block.shown)
 
 
-def test_the_python_runs_and_prints_what_is_shown(place: Path) -> None:
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
+def test_the_python_runs_and_prints_what_is_shown(page: str, place: Path) -> None:
     """One block after the other, as a reader types them in."""
-    code = "".join(f"{block.code}\nprint({MARK!r})\n" for block in PYTHON)
-    done = run([sys.executable, "-c", code], timeout_s=60, cwd=place)
+    python = [block for block in PYTHON if block.page == page]
+    code = "".join(f"{block.code}\nprint({MARK!r})\n" for block in python)
+    done = run([sys.executable, "-c", code], timeout_s=100, cwd=place)
     assert done.returncode == 0, done.stderr
-    for block, output in zip(PYTHON, done.stdout.split(f"{MARK}\n"), strict=False):
+    for block, output in zip(python, done.stdout.split(f"{MARK}\n"), strict=False):
         if block.shown is not None:
             assert_shown(output, block.shown)
 
 
 def row(label: str) -> list[str]:
-    """The cells of the README's table row that begins so."""
-    return [
-        cell.strip() for cell in re.search(rf"^\| {label}.*\|$", README, re.M)[0].split("|")[2:-1]
-    ]
+    """The cells of a table's row that begins so, on any page."""
+    found = re.search(rf"^\| {label}.*\|$", "\n".join(PAGES.values()), re.M)
+    return [cell.strip() for cell in found[0].split("|")[2:-1]]
 
 
 def test_the_tables_of_sizes_are_what_the_formulas_give() -> None:

@@ -117,7 +117,11 @@ def test_a_stream_joins_to_the_whole_answer(running: Running, path: str, stop: s
             text = "".join(part["delta"].get("content", "") for part in parts)
             assert text == choice["message"]["content"]
             entries = [e for p in parts if p["logprobs"] for e in p["logprobs"]["content"]]
-            assert entries == choice["logprobs"]["content"]
+            wanted = choice["logprobs"]["content"]
+            assert [e["token"] for e in entries] == [e["token"] for e in wanted]
+            # Other rows ran meanwhile, and the cache was warm: sums in another order.
+            values = [e["logprob"] for e in wanted]
+            assert [e["logprob"] for e in entries] == pytest.approx(values, abs=1e-4)
 
 
 def test_choice_i_draws_with_seed_plus_i(running: Running) -> None:
@@ -324,7 +328,7 @@ def test_a_client_that_leaves_frees_its_row(running: Running) -> None:
 def test_calls_beyond_the_queue_are_told_to_come_back(small: Llama) -> None:
     server = Running(small, max_queue=1)
     try:
-        slow = {"prompt": "Once", "max_tokens": 200, "logit_bias": {"2": -100}}
+        slow = {"prompt": "Once", "max_tokens": 60, "logit_bias": {"2": -100}}
         with ThreadPoolExecutor(12) as pool:
             answers = list(pool.map(lambda _: server.post(TEXT, **slow), range(12)))
         statuses = [answer.status_code for answer in answers]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from llama import kernels, quantize, sampling
 from llama.parallel import layers
-from llama.sampling import TOPK_FAST_PATH, make_generator, sample_top_p
+from llama.sampling import TOPK_FAST_PATH, SamplingParams, make_generator, sample_top_p
 
 CPU = torch.device("cpu")
 IN, OUT = 320, 2500  # more than SMALL numbers, and no whole number of tiles
@@ -26,6 +26,12 @@ def plain_top_p(probs: torch.Tensor, p: float, generator: torch.Generator) -> to
 def logits(spread: float, *, equal: bool = False) -> torch.Tensor:
     x = torch.randn(4, 5 * TOPK_FAST_PATH, generator=make_generator(CPU, 0)) * spread
     return x.round() if equal else x
+
+
+def sample(logits: torch.Tensor, temperature: float, p: float) -> None:
+    params = [SamplingParams(temperature=temperature, top_p=p)] * len(logits)
+    waits = torch.empty_like(logits).exponential_(generator=make_generator(CPU, 0))
+    sampling.sample(logits, params, waits)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 1.0])
@@ -54,10 +60,10 @@ def test_all_tokens_are_sorted_only_where_the_most_likely_do_not_decide(
         return sort(*args, **kwargs)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch.Tensor, "sort", counting)
-    sampling.sample(logits(3), 0.6, 0.9, make_generator(CPU, 0))
+    sample(logits(3), 0.6, 0.9)
     assert sorts == 0
     for x, p in ((logits(0.1), 0.9), (logits(3), 1.0), (logits(3, equal=True), 0.9)):
-        sampling.sample(x, 1.0, p, make_generator(CPU, 0))
+        sample(x, 1.0, p)
     assert sorts == 3
 
 

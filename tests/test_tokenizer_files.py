@@ -213,7 +213,7 @@ def test_a_file_of_metas_llama_3_has_256_special_tokens(tmp_path: Path) -> None:
     oracle = byte_level()
     words = [oracle.id_to_token(id) for id in range(400)]
     lines = [
-        base64.b64encode(bytes(TO_BYTE[char] for char in word)) + b" %d\n" % rank
+        base64.b64encode(b"".join(TO_BYTE[char] for char in word)) + b" %d\n" % rank
         for rank, word in enumerate(words)
     ]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
@@ -392,6 +392,7 @@ def bad_arrays(**changes: Any) -> BaseTokenizer:
         ("splits text as 'other'", {"pre": "other"}),
         ("of the kind 'bert'", {"model": "bert"}),
         ("do not fit together", {"types": [1]}),
+        ("do not fit together", {"types": [-1] * 406}),
         ("do not fit together", {"eos_ids": [10**9]}),
         ("do not fit together", {"eos_ids": []}),
         ("do not fit together", {"bos_id": 10**9}),
@@ -438,6 +439,14 @@ def test_damaged_added_tokens_are_refused(tmp_path: Path, config: dict) -> None:
     folder = folder_with(tmp_path, STORIES_MODEL, tokenizer_config=config)
     with pytest.raises(LlamaError, match=r"added tokens in .* cannot be read"):
         open_tokenizer(folder)
+
+
+def test_added_tokens_whose_ids_lie_are_refused() -> None:
+    spec = json.loads(byte_level().to_str())
+    for change in ({"id": 3}, {"id": 10**9}, {"content": "<|other|>", "id": -1}):
+        added = [{**spec["added_tokens"][0], **change}, *spec["added_tokens"][1:]]
+        with pytest.raises(LlamaError, match=r"ids of its added tokens do not fit|invalid value"):
+            JsonTokenizer({**spec, "added_tokens": added})
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from llama.checkpoints.config import require_supported
 from llama.checkpoints.files import map_tensors, read_json
 from llama.errors import LlamaError, require
 from llama.parameters import EMBEDDING, OUTPUT, Parameter, permute_heads, unwrapped
@@ -18,15 +19,12 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
-    **{
-        key: (None, False, [], {})
-        for key in (
-            *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
-            *("modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern"),
-            *("alora_invocation_tokens", "arrow_config", "layer_replication"),
-        )
-    },
 }
+_UNSUPPORTED = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save"),
+    *("trainable_token_indices", "rank_pattern", "alpha_pattern", "alora_invocation_tokens"),
+    *("arrow_config", "layer_replication"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,8 @@ class Adapter:
 def open_adapter(path: Path, table: dict[str, Parameter], head_dim: int) -> Adapter:
     """The adapter in a folder, for a model with these parameters."""
     config = read_json(path / "adapter_config.json")
-    for key, supported in _SUPPORTED.items():
-        require(
-            config.get(key) in supported,
-            f"{path}: {key} {config.get(key)!r:.80} is not supported: merge the adapter with PEFT",
-        )
+    off: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))
+    require_supported(config, _SUPPORTED | off, path)
     rank, alpha = config.get("r", 0), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
         raise LlamaError(
@@ -67,18 +62,13 @@ def open_adapter(path: Path, table: dict[str, Parameter], head_dim: int) -> Adap
         a, b = (found.pop(f"{stem}lora_{letter}.weight", None) for letter in "AB")
         if a is None and b is None:
             continue
-        if (
-            a is None
-            or b is None
-            or [*b.shape, *a.shape] != [parameter.shape[0], rank, rank, parameter.shape[-1]]
-        ):
+        needed = [parameter.shape[0], rank, rank, parameter.shape[-1]]
+        if a is None or b is None or [*b.shape, *a.shape] != needed:
             raise LlamaError(f"{path} is an adapter of another model: {stem}lora_A does not fit")
         if parameter.rotary:
             b = permute_heads(b, 2, head_dim // 2).flatten(0, 2)
         matrices[name] = a, b
-    extra = next(iter(found), None)
-    require(
-        extra is None and len(matrices) > 0 and not {EMBEDDING, OUTPUT} & matrices.keys(),
-        f"{path}: {extra!r:.80} is not supported: only LoRA of attention and feed-forward is",
-    )
+    extra = [*found, *({EMBEDDING, OUTPUT} & matrices.keys())]
+    rule = "not supported: only LoRA of attention and feed-forward is"
+    require(not extra and len(matrices) > 0, f"{path}: {extra[:1]!r:.120} is {rule}")
     return Adapter(matrices, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama.checkpoints.files import read_json
+from llama.checkpoints.files import read_json, read_text
 from llama.errors import LlamaError, require
 from llama.model import ModelArgs, feed_forward_width
 
-# What config.json calls a field of ModelArgs; params.json has the fields' own names.
-_HF_KEYS = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-    "n_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "sliding_window": "sliding_window",
-    "head_dim": "head_dim",
+# What config.json and GGUF call a field of ModelArgs; params.json has the fields' own names.
+_KEYS = {
+    "dim": ("hidden_size", "embedding_length"),
+    "n_layers": ("num_hidden_layers", "block_count"),
+    "n_heads": ("num_attention_heads", "attention.head_count"),
+    "hidden_dim": ("intermediate_size", "feed_forward_length"),
+    "n_kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+    "rope_theta": ("rope_theta", "rope.freq_base"),
+    "sliding_window": ("sliding_window", "attention.sliding_window"),
 }
-_HF_REQUIRED = ("dim", "n_layers", "n_heads", "hidden_dim")
+_REQUIRED = ("dim", "n_layers", "n_heads", "hidden_dim")
+HF, GGUF = 0, 1  # the columns of the table
 # What a model_type means when it leaves a key out.
 _HF_DEFAULTS: dict[Any, dict[str, Any]] = {
-    "llama": {"norm_eps": 1e-6},
-    "mistral": {"norm_eps": 1e-6, "n_kv_heads": 8, "sliding_window": 4096},
+    "llama": {"rms_norm_eps": 1e-6},
+    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
 }
-_WINDOWED = ("mistral",)  # the model types whose attention has a window in transformers
 # Keys of config.json that would change the answer, and what is supported of them.
 _HF_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": tuple(_HF_DEFAULTS),
@@ -39,7 +40,6 @@ _HF_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1.0, None),
 }
-_QUANTIZED = ("quantization_config", "quantization")  # GPTQ, AWQ, EXL2 and others; MLX
 # What Meta's `use_scaled_rope` stands for. Two small models of Llama 3.2, recognised by their dim
 # and n_layers, have another factor, which their params.json does not state.
 _SCALED_ROPE = {
@@ -50,7 +50,6 @@ _SCALED_ROPE = {
 }
 _SCALED_ROPE_FACTORS: dict[Any, float] = {(2048, 16): 32.0, (3072, 28): 32.0}
 _ROPE_SCALINGS = {"linear": ("factor",), "llama3": tuple(_SCALED_ROPE)}
-_TEXT_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 _CALLERS = ("max_batch_size", "max_seq_len", "prefill_chunk")  # not the checkpoint's to choose
 _TOO_LARGE = 2**53  # a float is exact for every smaller whole number
 CONTEXT = 4096  # of Llama 2, whose params.json does not state it
@@ -73,6 +72,16 @@ class Config(NamedTuple):
     vocab_size: int | None = None  # as stated; the embedding has to agree
 
 
+def require_supported(
+    found: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]], where: Path
+) -> None:
+    """Refuse a key that would change the answer in a way that is not implemented."""
+    for key, values in supported.items():
+        known = ", ".join(map(str, values))
+        refusal = f"{where}: {key} {found.get(key)!r:.80} is not supported: only {known}"
+        require(found.get(key) in values, refusal)
+
+
 def read_params(file: Path) -> Config:
     """Meta's params.json."""
     found = read_json(file)
@@ -90,55 +99,43 @@ def read_params(file: Path) -> Config:
 def read_config(file: Path) -> Config:
     """Hugging Face's config.json."""
     found = read_json(file)
-    kind = next((found[key] for key in _QUANTIZED if found.get(key)), None)
-    require(
-        kind is None,
-        f"{file}: the weights are quantized ({kind!r:.80}) in a form that is not supported: "
-        "download the model's unquantized weights, and build with quantize='int8' or 'int4'",
-    )
+    quantized = found.get("quantization_config") or found.get("quantization")  # or MLX
+    if quantized:
+        raise LlamaError(
+            f"{file}: the weights are quantized ({quantized!r:.80}) in a form that is not "
+            "supported: download the model's unquantized weights, and build with quantize="
+        )
     # Two dialects: `rope_theta` next to `rope_scaling`, or both of them in `rope_parameters`. If
     # there are both, transformers follows the first.
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     require(isinstance(rope, dict), f"{file}: the rope scaling is {rope!r:.80}, not an object")
     found |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    for key, supported in _HF_SUPPORTED.items():
-        require(
-            found.get(key) in supported,
-            f"{file}: {key} {found.get(key)!r:.80} is not supported: it must be one of "
-            f"{', '.join(str(value) for value in supported)}",
-        )
-    model_type = found["model_type"]
-    params: dict[str, Any] = dict(_HF_DEFAULTS[model_type])
-    params |= {ours: found[theirs] for ours, theirs in _HF_KEYS.items() if theirs in found}
-    if model_type not in _WINDOWED and params.pop("sliding_window", None) is not None:
+    require_supported(found, _HF_SUPPORTED, file)
+    defaults = _HF_DEFAULTS[found["model_type"]]
+    if "sliding_window" not in defaults and found.pop("sliding_window", None) is not None:
         warnings.warn(
-            f"{file}: sliding_window is ignored: models of type {model_type} have none",
+            f"{file}: sliding_window is ignored: models of type {found['model_type']} have none",
             stacklevel=2,
         )
-    for key in _HF_REQUIRED:
-        require(key in params, f"{file} has no {_HF_KEYS[key]}: download it again")
-    params["rope_scaling"] = rope
+    params = named_params({**defaults, **found}.get, HF, file)
     _require_number(found.get("vocab_size"), "vocab_size", file, whole=True)
-    return checked_config(
-        params,
-        file,
-        context=found.get("max_position_embeddings"),
-        tied=bool(found.get("tie_word_embeddings")),
-        vocab_size=found.get("vocab_size"),
-    )
+    context, tied = found.get("max_position_embeddings"), bool(found.get("tie_word_embeddings"))
+    config = checked_config({**params, "rope_scaling": rope}, file, context=context)
+    return config._replace(tied=tied, vocab_size=found.get("vocab_size"))
 
 
-def checked_config(
-    params: dict[str, Any],
-    file: Path,
-    *,
-    context: Any,
-    tied: bool = False,
-    vocab_size: int | None = None,
-) -> Config:
+def named_params(value: Callable[[str], Any], column: int, file: Path) -> dict[str, Any]:
+    """Fields of ModelArgs from the values that another format has for them."""
+    params = {ours: value(names[column]) for ours, names in _KEYS.items()}
+    for key in _REQUIRED:
+        require(params[key] is not None, f"{file} has no {_KEYS[key][column]}: download it again")
+    return params
+
+
+def checked_config(params: dict[str, Any], file: Path, *, context: Any) -> Config:
     """A Config from which a model can be built; keys whose value is None are dropped."""
     _require_number(context, "the context", file, whole=True)
-    params["rope_scaling"] = _rope_scaling(params.get("rope_scaling"), context, file)
+    params["rope_scaling"] = _rope_scaling(params.get("rope_scaling") or {}, context, file)
     params.pop("vocab_size", None)  # the rows of the embedding decide
     params = {key: value for key, value in params.items() if value is not None}
     for field in fields(ModelArgs):
@@ -154,23 +151,21 @@ def checked_config(
         multiples.insert(0, ("dim", args.dim, args.n_heads))
     for what, size, part in multiples:
         require(size % part == 0, f"{file}: {what} is {size}, and must be a multiple of {part}")
-    return Config(params, context, tied, vocab_size)
+    return Config(params, context)
 
 
 def _rope_scaling(given: Any, context: int | None, file: Path) -> dict[str, Any] | None:
     """A rope scaling as `llama.model.rope_frequencies` takes it; None if there is none."""
-    if not given:
-        return None
     require(isinstance(given, dict), f"{file}: the rope scaling is {given!r:.80}, not an object")
     kind = str(given.get("rope_type", given.get("type", "default")))
     if any(isinstance(value, dict) for value in given.values()):
         kind = "of several kinds"
     if kind == "default":
         return None
+    known = " and ".join(_ROPE_SCALINGS)
     require(
         kind in _ROPE_SCALINGS,
-        f"{file}: the rope scaling {kind!r:.80} is not supported: it must be "
-        f"{' or '.join(_ROPE_SCALINGS)}",
+        f"{file}: the rope scaling {kind!r:.80} is not supported: only {known}",
     )
     given = {"original_max_position_embeddings": context, **given}
     scaling = {key: given.get(key) for key in _ROPE_SCALINGS[kind]}
@@ -183,22 +178,19 @@ def _require_number(value: Any, name: str, file: Path, *, whole: bool = False) -
     # `json` also reads true as an int, Infinity, and numbers of any length.
     kinds = int if whole else (int, float)
     known = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < _TOO_LARGE
-    require(
-        value is None or known,
-        f"{file}: {name} is {value!r:.40}, and must be a {'whole ' * whole}number above 0 and "
-        "below 2**53",
-    )
+    kind = "a whole number" if whole else "a number"
+    rule = f"{file}: {name} is {value!r:.40}, and must be {kind} above 0 and below 2**53"
+    require(value is None or known, rule)
 
 
 def to_params(params: dict[str, Any], context: int | None) -> dict[str, Any]:
     """A params.json. Keys that are not Meta's appear only if they differ from the default."""
-    args = ModelArgs(**params)
-    written = {key: params[key] for key in ("dim", "n_layers", "n_heads", "vocab_size")}
-    written |= {"multiple_of": args.multiple_of, "norm_eps": args.norm_eps}
-    written |= {
-        field.name: params[field.name]
-        for field in fields(ModelArgs)
-        if params.get(field.name, field.default) != field.default
+    args, defaults = ModelArgs(**params), ModelArgs()
+    metas = ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps")
+    written = {
+        key: value
+        for key, value in vars(args).items()
+        if key in metas or (key in params and value != getattr(defaults, key))
     }
     if args.hidden_dim == feed_forward_width(4 * args.dim, args.multiple_of):
         del written["hidden_dim"]
@@ -210,34 +202,25 @@ def to_params(params: dict[str, Any], context: int | None) -> dict[str, Any]:
 def to_config(params: dict[str, Any], context: int | None) -> dict[str, Any]:
     """A config.json, without what depends on the weights and on the text."""
     args = ModelArgs(**params)
-    windowed = args.sliding_window is not None
     values = {**vars(args), "hidden_dim": args.ffn_dim, "n_kv_heads": args.kv_heads}
-    config = {theirs: values[ours] for ours, theirs in _HF_KEYS.items()}
-    if not windowed:
-        del config["sliding_window"]
-    if context is not None:
-        config["max_position_embeddings"] = context
-    return {
-        "architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"],
-        "model_type": "mistral" if windowed else "llama",
-        **config,
-        "rope_scaling": args.rope_scaling,
-        "vocab_size": args.vocab_size,
-        "hidden_act": "silu",
-    }
+    config = {names[HF]: values[ours] for ours, names in _KEYS.items()}
+    config |= {"rope_scaling": args.rope_scaling, "max_position_embeddings": context}
+    name = "Llama" if args.sliding_window is None else "Mistral"
+    facts: dict[str, Any] = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+    facts |= {"vocab_size": args.vocab_size, "hidden_act": "silu"}
+    return facts | {key: value for key, value in config.items() if value is not None}
 
 
 def read_text_facts(path: Path) -> TextFacts:
     """What the files in a folder say of its text; each of them may be absent."""
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
     config, generation, tokenizer = found = [
-        read_json(path / name) if (path / name).is_file() else {} for name in _TEXT_FILES
+        read_json(path / name) if (path / name).is_file() else {} for name in names
     ]
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    require(
-        all(type(id) is int and id >= 0 for id in eos_ids),
-        f"{path}: eos_token_id is {eos!r:.80}, and must be a token id or a list of them",
-    )
+    rule = f"{path}: eos_token_id is {eos!r:.80}, and must be a token id or a list of them"
+    require(all(type(id) is int and id >= 0 for id in eos_ids), rule)
     template = _chat_template(path / "chat_template.jinja", tokenizer)
     layout = "hf" if any(found) or template else "meta"
     bos = tokenizer.get("add_bos_token")
@@ -246,12 +229,9 @@ def read_text_facts(path: Path) -> TextFacts:
 
 def _chat_template(file: Path, tokenizer: dict[str, Any]) -> str | None:
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise LlamaError(f"{file} cannot be read: {error}") from error
+        return read_text(file)
     found = tokenizer.get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = found.get("default")
     return found if isinstance(found, str) else None

@@ -22,11 +22,10 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from llama import quantize as quant
-from llama.chat import choose_chat_format
+from llama.chat import TEMPLATES, choose_chat_format
 from llama.checkpoints import hf, meta, quantized
 from llama.checkpoints.config import to_config, to_params
 from llama.checkpoints.files import DTYPES, looks_like, read_json
-from llama.checkpoints.hf import TEMPLATES
 from llama.checkpoints.load import find_tokenizer, load_tokenizer, open_checkpoint
 from llama.checkpoints.reader import Checkpoint
 from llama.errors import LlamaError, checked_path, require
@@ -73,33 +72,26 @@ def convert(
         adapter: a folder with LoRA, as PEFT saves it, to add to the weights.
         force: replace the checkpoint that is in DST, the whole folder.
     """
-    layout = _LAYOUTS.get(str(to))
-    if layout is None:
-        raise LlamaError(f"--to {to!r:.80}: it must be one of {', '.join(_LAYOUTS)}")
-    require(
-        type(shards) is int and shards > 0,
-        f"--shards {shards!r:.80}: it must be a whole number from 1 on",
-    )
-    require(
-        dtype is None or str(dtype) in DTYPES,
-        f"--dtype {dtype!r:.80}: it must be one of {', '.join(DTYPES)}",
-    )
+    for option, value, known in (("to", to, [*_LAYOUTS]), ("dtype", dtype or "float32", [*DTYPES])):
+        require(value in known, f"--{option} {value!r:.80}: it must be one of {', '.join(known)}")
+    whole = type(shards) is int and shards > 0
+    require(whole, f"--shards {shards!r:.80}: it must be a whole number from 1 on")
     quant.check_kind(quantize)
     require(quantize is None or to == "meta", f"--to {to} has no quantized layout: use --to meta")
     checkpoint = open_checkpoint(checked_path(src, "src"), adapter=adapter)
     target = checked_path(dst, "dst").resolve()
-    require(
-        checkpoint.quantized is None,
-        f"{checkpoint.path} is quantized and cannot be converted: convert the full checkpoint",
-    )
+    full = f"{checkpoint.path} is quantized and cannot be converted: convert the full checkpoint"
+    require(checkpoint.quantized is None, full)
     _remove_leftovers(target)
     _require_replaceable(target, force)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    job = _Job(checkpoint, partial, shards, DTYPES.get(str(dtype)), quantize)
+    job = _Job(checkpoint, partial, shards, None if dtype is None else DTYPES[dtype], quantize)
     try:
         partial.mkdir(parents=True)
-        _require_disk(partial, job.total_bytes)
-        layout(job)
+        free, needed = shutil.disk_usage(partial).free, job.total_bytes
+        room = f"{partial.parent} has {format_bytes(free)} of room, and {format_bytes(needed)} are"
+        require(needed <= free, f"{room} needed: choose another disk, or a smaller --dtype")
+        _LAYOUTS[to](job)
         _swap_in(partial, target)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save: a RuntimeError
         raise LlamaError(
@@ -126,28 +118,24 @@ class _Job(NamedTuple):
         return sum(math.prod(p.shape) * self.dtype_of(n).itemsize for n, p in parameters.items())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        stored = self.checkpoint.stored_name(name)
-        return self.dtype or self.checkpoint.parts[stored][0].tensor.dtype
+        return self.dtype or self.checkpoint.dtype_of(name)
 
     def read(self, name: str, rank: int = 0, ranks: int = 1) -> torch.Tensor:
         """In the requested dtype, whose range must hold what is stored."""
         tensor = self.checkpoint.read(name, rank, ranks, dtype=self.dtype)
         if self.dtype is not None and tensor.isinf().any():
             stored = self.checkpoint.read(name, rank, ranks)
-            require(
-                not (tensor.isinf() & stored.isfinite()).any(),
-                f"{self.checkpoint.stored_name(name)} of {self.checkpoint.path} has values above "
-                f"{torch.finfo(self.dtype).max:g}, the largest in {str(self.dtype)[6:]}: "
-                "use --dtype bfloat16, or leave --dtype out",
-            )
+            overflows = bool((tensor.isinf() & stored.isfinite()).any())
+            most = f"{torch.finfo(self.dtype).max:g}, the largest in {str(self.dtype)[6:]}"
+            what = f"{self.checkpoint.stored_name(name)} of {self.checkpoint.path}"
+            require(not overflows, f"{what} has values above {most}: use --dtype bfloat16")
         return tensor
 
     def write(self, files: Files) -> dict[str, str]:
         """Write weight files one after the other; returns which file holds which tensor."""
         weight_map: dict[str, str] = {}
-        with tqdm(
-            desc="writing", total=self.total_bytes, unit="B", unit_scale=True, delay=1, disable=None
-        ) as bar:
+        total = self.total_bytes
+        with tqdm(None, "writing", total, unit="B", unit_scale=True, delay=1, disable=None) as bar:
             for file, tensors in files:
                 shard = {}
                 for name, tensor in tensors:
@@ -207,11 +195,12 @@ def _write_hf(job: _Job) -> None:
     require(job.shards <= len(names), f"--shards {job.shards}: there are {len(names)} tensors")
     weight_map = job.write(_hf_files(job, names))
     if job.shards > 1:
-        total = sum(
-            math.prod(checkpoint.parameters[name].shape) * job.dtype_of(name).itemsize
-            for name in names
+        sizes = (
+            math.prod(p.shape) * job.dtype_of(n).itemsize
+            for n, p in checkpoint.parameters.items()
+            if n in names
         )
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         _write_json(job.folder / "model.safetensors.index.json", index)
     _write_text(job, like_hf=True)
     if checkpoint.format == "hf":
@@ -263,20 +252,20 @@ def _write_text(job: _Job, *, like_hf: bool) -> None:
         return
     eos = list(tokenizer.eos_ids)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos}
-    _write_missing(folder / "generation_config.json", ids)
     sentencepiece = name == "tokenizer.model"
+    chat = choose_chat_format(tokenizer, checkpoint.text).name
     facts = {
         "tokenizer_class": "LlamaTokenizer" if sentencepiece else "PreTrainedTokenizerFast",
         "bos_token": tokenizer.special_text(tokenizer.bos_id) or None,
         "eos_token": tokenizer.special_text(tokenizer.eos_id),
         "add_bos_token": tokenizer.adds_bos,
-        "chat_template": checkpoint.text.chat_template,
+        "chat_template": checkpoint.text.chat_template or TEMPLATES.get(chat),
     }
     if sentencepiece:
         facts |= {"unk_token": tokenizer.special_text(0), "legacy": True}
-    if facts["chat_template"] is None:
-        facts["chat_template"] = TEMPLATES.get(choose_chat_format(tokenizer, checkpoint.text).name)
-    _write_missing(folder / "tokenizer_config.json", facts)
+    for file, known in (("generation_config.json", ids), ("tokenizer_config.json", facts)):
+        if not (folder / file).exists():
+            _write_json(folder / file, known)
 
 
 _LAYOUTS: dict[str, Callable[[_Job], None]] = {"meta": _write_meta, "hf": _write_hf}
@@ -286,11 +275,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_missing(path: Path, content: dict[str, Any]) -> None:
-    if content and not path.exists():
-        _write_json(path, content)
-
-
 def _require_replaceable(target: Path, force: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -298,75 +282,44 @@ def _require_replaceable(target: Path, force: bool) -> None:
     held = sorted(target.iterdir()) if target.is_dir() else []
     patterns = (meta.SHARD, hf.WEIGHTS, quantized.FILE)
     weights = [f for f in held if any(pattern.fullmatch(f.name) for pattern in patterns)]
-    require(
-        bool(weights) and any((target / name).is_file() for name in _FACTS),
-        f"{target} does not hold a checkpoint, and --force would remove it: choose another folder",
-    )
+    whole = bool(weights) and any((target / name).is_file() for name in _FACTS)
+    removed = "and --force would remove it: choose another folder"
+    require(whole, f"{target} does not hold a checkpoint, {removed}")
     known = [*weights, *(target / name for name in (*_FACTS, *_COMPANIONS))]
     other = next((f.name for f in held if f not in known or not f.is_file()), None)
-    require(
-        other is None,
-        f"{target} holds more than a checkpoint, and --force would remove {other!r:.80} as well: "
-        "choose another folder",
-    )
-
-
-def _require_disk(folder: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    require(
-        needed_bytes <= free,
-        f"{folder.parent} has {format_bytes(free)} of room, and {format_bytes(needed_bytes)} are "
-        "needed: make room, choose another disk, or a smaller --dtype",
-    )
+    require(other is None, f"{target} also holds {other!r:.80}, {removed}")
 
 
 def _swap_in(partial: Path, target: Path) -> None:
     """Rename, never write over: another process may have the old files mapped."""
-    if not target.exists() or _exchanged(partial, target):
-        if not target.exists():
-            partial.rename(target)
-        return
     old = partial.with_suffix(".old")
-    try:
-        target.rename(old)
+    if not target.exists():
         partial.rename(target)
-    finally:  # an interrupt may come between the two, or after them
-        if old.exists() and not target.exists():
-            old.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+    elif not _exchanged(partial, target):
+        try:
+            target.rename(old)
+            partial.rename(target)
+        finally:  # an interrupt may come between the two, or after them
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchanged(a: Path, b: Path) -> bool:
     """Swap two folders in one step, on the systems that can."""
     libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
-    names = os.fsencode(a), os.fsencode(b)
+    x, y = os.fsencode(a), os.fsencode(b)
     if hasattr(libc, "renameat2"):
-        return bool(libc.renameat2(-100, names[0], -100, names[1], 2) == 0)
-    if hasattr(libc, "renamex_np"):
-        return bool(libc.renamex_np(*names, 2) == 0)
-    return False
+        return bool(libc.renameat2(-100, x, -100, y, 2) == 0)
+    return hasattr(libc, "renamex_np") and bool(libc.renamex_np(x, y, 2) == 0)
 
 
 def _remove_leftovers(target: Path) -> None:
     """Of runs that were killed. A target that was being replaced is put back."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.(partial|old)")
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+\.(partial|old)")
     for path in target.parent.iterdir() if target.parent.is_dir() else ():
         match = pattern.fullmatch(path.name)
-        if match is None or _is_running(int(match[1])):
-            continue
-        if match[2] == "old" and not target.exists():
+        if match and match[1] == "old" and not target.exists():
             path.rename(target)
-        else:
+        elif match:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    if os.name != "posix" or pid == os.getpid():
-        return os.name != "posix"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True

@@ -32,20 +32,31 @@ _BEGINNINGS = {
 
 def looks_like(path: Path | str) -> str | None:
     """What a file seems to be, as a phrase such as "an HTML page", or None if it is unknown."""
-    with open(path, "rb") as file:
-        head = file.read(4096)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
     if not head.strip():
         return "an empty file"
     return next((what for what, p in _BEGINNINGS.items() if re.match(p, head, re.DOTALL)), None)
 
 
+def read_text(path: Path) -> str:
+    """The text of a file, in which U+FFFD stands for what is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
+        found = json.loads(read_text(path).removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
+        if isinstance(error, LlamaError):
+            raise
         what = looks_like(path) or "of an unknown kind"
         what = "damaged JSON" if what == "JSON" else f"{what} and not JSON"
         raise LlamaError(f"{path} is {what}: download it again") from error
@@ -61,23 +72,11 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     require(path.is_file(), f"{path} is missing: download it as well")
     expected = [_SAFETENSORS] if path.suffix == ".safetensors" else [_ZIP, _PICKLE]
+    what = looks_like(path) or "of an unknown kind"
+    rule = f"{path} is {what} and not {' or '.join(expected)}: download it again"
+    require(what in expected, rule)
     try:
-        what = looks_like(path)
-    except OSError as error:
-        raise LlamaError(f"{path} cannot be read: {error.strerror}") from error
-    require(
-        what in expected,
-        f"{path} is {what or 'of an unknown kind'} and not {' or '.join(expected)}: "
-        "download it again",
-    )
-    try:
-        if what == _SAFETENSORS:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        else:
-            found = _unpickle(path, zipped=what == _ZIP)
-    except LlamaError:
-        raise
+        found = _load_mapped(path, what)
     except Exception as error:  # the parsers' errors for a damaged file have no common class
         raise LlamaError(f"{path} {_fault(path, error)}") from error
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
@@ -89,31 +88,23 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _unpickle(path: Path, *, zipped: bool) -> Any:
-    if zipped:
+def _load_mapped(path: Path, what: str) -> Any:
+    if what == _SAFETENSORS:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if what == _ZIP:
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:
-            packed = any(e.compress_type or e.file_size > size for e in archive.infolist())
-        # torch.save never compresses; a small file could unpack to more than fits in memory.
-        require(not packed, f"{path} is a compressed archive: write it again with torch.save")
+            # torch.save does not compress; a small file could unpack to anything.
+            if any(e.compress_type or e.file_size > size for e in archive.infolist()):
+                raise zipfile.LargeZipFile
     # A pickle outside an archive (PyTorch before 1.6) cannot be mapped.
-    return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
-
-
-def _fault_of_tensor(name: object, tensor: torch.Tensor) -> str | None:
-    if not isinstance(name, str):
-        return "is not the name of a parameter: save only the state dict"
-    if tensor.is_meta:
-        return "has a shape but no values: save the model after its weights are loaded"
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        return f"is a {kind} tensor: save it dense"
-    if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
-        return "is larger than what the file holds of it: save it with .contiguous()"
-    return None
+    return torch.load(path, map_location="cpu", mmap=what == _ZIP, weights_only=True)
 
 
 def _fault(path: Path, error: Exception) -> str:
+    if isinstance(error, zipfile.LargeZipFile):
+        return "is a compressed archive: write it again with torch.save"
     refused = re.search(r"(?i)unsupported (?:global: )?GLOBAL (\S+)", str(error))
     if refused:
         return (
@@ -123,3 +114,15 @@ def _fault(path: Path, error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "is damaged or holds more than tensors, and was not read: download it again"
     return f"is truncated or damaged at {path.stat().st_size:,} bytes: download it again"
+
+
+def _fault_of_tensor(name: object, tensor: torch.Tensor) -> str | None:
+    if not isinstance(name, str):
+        return "is not the name of a parameter: save only the state dict"
+    if tensor.is_meta:
+        return "has a shape but no values: save the model after its weights are loaded"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "is a sparse or nested tensor: save it dense"
+    if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "is larger than what the file holds of it: save it with .contiguous()"
+    return None

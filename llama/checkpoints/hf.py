@@ -15,20 +15,6 @@ from llama.model import ModelArgs
 from llama.parameters import EMBEDDING, OUTPUT, parameters, unwrapped
 
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-# The formats of Meta's and Mistral's chat models as templates, by the name of the chat format.
-_TURNS = """{% set system = '' %}{% if messages[0].role == 'system' %}\
-{% set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}\
-{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"""
-TEMPLATES = {
-    "llama2": _TURNS
-    + """{% if message.role == 'user' %}{{ bos_token + '[INST] ' + \
-(system * loop.first + message.content) | trim + ' [/INST]' }}\
-{% else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}""",
-    "llama3": """{{ bos_token }}{% for message in messages %}\
-{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim \
-+ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}\
-{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
-}
 
 
 def open_hf(path: Path) -> Checkpoint | None:

@@ -51,10 +51,8 @@ def open_checkpoint(ckpt_dir: Path | str, *, adapter: Path | str | None = None) 
         raise LlamaError(errors[0] + more * (len(errors) > 1))
     if adapter is None:
         return checkpoint
-    require(
-        checkpoint.quantized is None,
-        f"{checkpoint.path} is quantized, and an adapter needs the full checkpoint: pass that",
-    )
+    full = f"{checkpoint.path} is quantized, and an adapter needs the full checkpoint: pass that"
+    require(checkpoint.quantized is None, full)
     path = checked_path(adapter, "adapter")
     found = open_adapter(path, checkpoint.parameters, checkpoint.args.head_dim)
     return replace(checkpoint, adapter=found)
@@ -68,10 +66,8 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
     if not path.is_dir():
         state = "is a file" if path.exists() else "does not exist"
         raise LlamaError(f"{str(path)!r:.80} {state}: pass the folder that holds the checkpoint")
-    require(
-        os.access(path, os.R_OK | os.X_OK),
-        f"{str(path)!r:.80} is not readable: change its permissions",
-    )
+    readable = os.access(path, os.R_OK | os.X_OK)
+    require(readable, f"{str(path)!r:.80} is not readable: change its permissions")
     for opener in (open_meta, open_hf, open_quantized, open_gguf):
         checkpoint = opener(path)
         if checkpoint is not None:
@@ -81,10 +77,10 @@ def find_checkpoint(ckpt_dir: Path | str) -> Checkpoint:
 
 def _what_is_missing(path: Path) -> str:
     held = sorted(file.name for file in path.iterdir())
-    if "params.json" in held:
-        return f"{path / 'consolidated.00.pth'} is missing: download it as well"
-    if any(SHARD.fullmatch(name) for name in held):
-        return f"{path / 'params.json'} is missing: download it as well"
+    has_shards = any(SHARD.fullmatch(name) for name in held)
+    if "params.json" in held or has_shards:
+        missing = "params.json" if has_shards else "consolidated.00.pth"
+        return f"{path / missing} is missing: download it as well"
     if "adapter_config.json" in held:
         return f"{path} holds an adapter only: pass the folder of the base model"
     listed = ", ".join(held[:8]) + ", ..." * (len(held) > 8) if held else "nothing"
@@ -106,29 +102,23 @@ def find_tokenizer(path: Path) -> Path:
         for name in TOKENIZER_FILES:
             if (place / name).is_file():
                 return place / name
-    above = " nor in the folder above it" * meta
-    raise LlamaError(
-        f"there is none of {', '.join(TOKENIZER_FILES)} in {str(folder)!r}{above}: download it as "
-        "well, or pass tokenizer_path"
-    )
+    where = f"in {str(folder)!r}" + " nor in the folder above it" * meta
+    names = ", ".join(TOKENIZER_FILES)
+    raise LlamaError(f"there is none of {names} {where}: download it, or pass tokenizer_path")
 
 
-def load_tokenizer(
-    checkpoint: Checkpoint, tokenizer_path: str | Path | None = None
-) -> BaseTokenizer:
+def load_tokenizer(checkpoint: Checkpoint, path: str | Path | None = None) -> BaseTokenizer:
     """The tokenizer at a path, or the one that comes with the checkpoint."""
-    if tokenizer_path is None and checkpoint.format == "gguf":
+    text = checkpoint.text
+    if path is None and checkpoint.format == "gguf":
         tokenizer = metadata_tokenizer(checkpoint)
     else:
-        path = tokenizer_path or find_tokenizer(checkpoint.path)
-        tokenizer = open_tokenizer(path, eos_ids=checkpoint.text.eos_ids)
-    require(
-        tokenizer.n_words <= checkpoint.vocab_size,
-        f"the tokenizer has {tokenizer.n_words} tokens, but the checkpoint has embeddings for "
-        f"{checkpoint.vocab_size}: pass the tokenizer that belongs to the checkpoint",
-    )
-    if checkpoint.text.bos is not None:
-        tokenizer.adds_bos = checkpoint.text.bos
+        path = find_tokenizer(checkpoint.path) if path is None else path
+        tokenizer = open_tokenizer(path, eos_ids=text.eos_ids)
+    both = f"the tokenizer has {tokenizer.n_words} tokens, the checkpoint {checkpoint.vocab_size}"
+    fits = tokenizer.n_words <= checkpoint.vocab_size
+    require(fits, f"{both}: pass the tokenizer that belongs to the checkpoint")
+    tokenizer.adds_bos = tokenizer.adds_bos if text.bos is None else text.bos
     return tokenizer
 
 
@@ -195,9 +185,7 @@ def load(
     total = sum(p.numel() for _, p in named) * dtype.itemsize
     # `disable=None`: only on a terminal.
     hidden: Any = None if progress else True
-    with tqdm(
-        desc="loading", total=total, unit="B", unit_scale=True, delay=1, disable=hidden
-    ) as bar:
+    with tqdm(None, "loading", total, unit="B", unit_scale=True, delay=1, disable=hidden) as bar:
         for name, parameter in named:
             module = model.get_submodule(name.removesuffix(".weight"))
             bar.update(parameter.numel() * dtype.itemsize)
@@ -221,16 +209,16 @@ def load_model(
     quantize: str | None = None,
 ) -> Transformer:
     """This rank's part of the model, on its device."""
-    device, dtype = runtime.device, runtime.dtype
-    args = replace(args, vocab_size=padded(args.vocab_size, runtime.model_parallel_size))
+    device, dtype, n_ranks = runtime.device, runtime.dtype, runtime.model_parallel_size
+    args = replace(args, vocab_size=padded(args.vocab_size, n_ranks))
     cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
-    kind = checkpoint.check_quantize(quantize, runtime.model_parallel_size)
+    kind = checkpoint.check_quantize(quantize, n_ranks)
     require_room(
         args,
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        ranks=runtime.model_parallel_size,
+        ranks=n_ranks,
         tied=checkpoint.config.tied,
         quantize=kind,
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,23 +27,10 @@ from llama.parameters import EMBEDDING, Parameter, parameters, permute_heads
 _COMPUTED = re.compile(r"(.*\.)?rope\.freqs|.*\.rotary_emb\.inv_freq")  # stored, but not parameters
 
 
-class Source(Protocol):
-    """A tensor, or what decodes the part of one that is asked for."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def ndim(self) -> int: ...
-    def numel(self) -> int: ...
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
-
-
 class Part(NamedTuple):
     """What one file holds of a parameter."""
 
-    tensor: Source  # a view of the mapped file
+    tensor: Any  # a view of the mapped file, or what decodes a slice of it
     file: Path
 
 
@@ -65,9 +52,7 @@ class Checkpoint:
     config: Config
     text: TextFacts
     parts: dict[str, list[Part]]  # by stored name: one for each file that has some of it, in order
-    names: dict[str, str] = field(
-        default_factory=dict
-    )  # of parameters that the files name otherwise
+    names: dict[str, str] = field(default_factory=dict)  # what the files call a parameter, if else
     quantized: str | None = None  # the kind, if the files are
     metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file
     adapter: Adapter | None = None
@@ -78,16 +63,13 @@ class Checkpoint:
         name = EMBEDDING if self.quantized is None else f"{EMBEDDING}.{quant.PARTS[0]}"
         name = self.stored_name(name)
         require(name in self.parts, f"{self.path} has no {name}: download its files again")
-        tensor, file = self.parts[name][0]
-        require(tensor.ndim == 2, f"{file}: {name} has {tensor.ndim} dimensions, and needs 2")
-        require(tensor.numel() > 0, f"{file}: {name} is empty: download it again")
-        rows, columns = tensor.shape
-        rows = rows * self.n_parts if self._splits_rows(columns) else rows
-        require(
-            self.config.vocab_size in (None, rows),
-            f"{self.path}: vocab_size is {self.config.vocab_size}, but the embedding has {rows} "
-            f"rows: download the files again, or set vocab_size to {rows}",
+        (rows, *columns), file = self.parts[name][0].tensor.shape, self.parts[name][0].file
+        require(len(columns) == 1 and rows > 0, f"{file}: {name} is empty or not a matrix")
+        rows *= self.n_parts if self._splits_rows(columns[0]) else 1
+        stated = (
+            f"{self.path}: vocab_size is {self.config.vocab_size}, but the embedding has {rows}"
         )
+        require(self.config.vocab_size in (None, rows), f"{stated} rows: download the files again")
         return rows
 
     @property
@@ -127,12 +109,15 @@ class Checkpoint:
             return 0
         return self.parameters[name].axis
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter is stored; float32 if it has to be decoded."""
+        return self.parts[self.stored_name(name)][0].tensor.dtype
+
     def expected(self) -> dict[str, Expected]:
         """What each file must hold, by stored name."""
         found: dict[str, Expected] = {}
         for name, parameter in self.parameters.items():
             shape, axis = list(parameter.shape), self.stored_axis(name)
-            numel = math.prod(shape)
             if axis is not None:
                 shape[axis] //= self.n_parts
             if self.quantized is not None and len(shape) == 2:
@@ -140,7 +125,8 @@ class Checkpoint:
                 for key, (size, dtype) in stored.items():
                     found[key] = Expected(list(size), [dtype], math.prod(size) * self.n_parts)
             else:
-                found[self.stored_name(name)] = Expected(shape, list(DTYPES.values()), numel)
+                total = math.prod(parameter.shape)
+                found[self.stored_name(name)] = Expected(shape, list(DTYPES.values()), total)
         return found
 
     def read(
@@ -159,10 +145,7 @@ class Checkpoint:
         parameter = self.parameters[name]
         need = parameter.interval(rank, ranks)
         overlaps = list(self._overlaps(name, need))
-        device, dtype = (
-            torch.device(device),
-            dtype or self.parts[self.stored_name(name)][0].tensor.dtype,
-        )
+        device, dtype = torch.device(device), dtype or self.dtype_of(name)
         permuted = parameter.rotary and self.format == "hf"
         delta = None if self.adapter is None else self.adapter.delta(name, need)
         shape = [len(n) for n in need]
@@ -194,16 +177,11 @@ class Checkpoint:
         quant.check_kind(kind)
         if self.quantized is None:
             return kind
-        require(
-            kind in (None, self.quantized),
-            f"quantize {kind!r}, but {self.path} is quantized to {self.quantized}: "
-            "leave quantize out, or build from the full checkpoint",
-        )
-        require(
-            ranks == len(self.files),
-            f"{self.path} was quantized for {len(self.files)} ranks, and there are {ranks}: start "
-            f"{len(self.files)}, or convert the full checkpoint with --shards {ranks}",
-        )
+        is_so, n = f"{self.path} is quantized to {self.quantized}", len(self.files)
+        remedy = "leave quantize out, or build from the full checkpoint"
+        require(kind in (None, self.quantized), f"{is_so}, not {kind!r}: {remedy}")
+        remedy = f"start {n}, or convert the full checkpoint with --shards {ranks}"
+        require(ranks == n, f"{is_so} for {n} ranks, and there are {ranks}: {remedy}")
         return self.quantized
 
     def _overlaps(
@@ -244,11 +222,10 @@ def map_parts(files: list[Path]) -> dict[str, list[Part]]:
 
 def file_errors(checkpoint: Checkpoint) -> list[str]:
     """Why the files are not the model that they describe, one sentence for each mistake."""
-    expected, vocab_size = checkpoint.expected(), checkpoint.vocab_size
+    expected, vocab_size, path = checkpoint.expected(), checkpoint.vocab_size, checkpoint.path
+    beyond = [id for id in checkpoint.text.eos_ids if id >= vocab_size]
     found = [
-        f"{checkpoint.path}: eos_token_id is {id}, and must be a token id below {vocab_size}"
-        for id in checkpoint.text.eos_ids
-        if id >= vocab_size
+        f"{path}: eos_token_id is {id}, and must be a token id below {vocab_size}" for id in beyond
     ]
     for name in dict.fromkeys([*checkpoint.parts, *expected]):
         parts, n = checkpoint.parts.get(name, []), checkpoint.n_parts
@@ -256,37 +233,30 @@ def file_errors(checkpoint: Checkpoint) -> list[str]:
             found.append(f"{parts[0].file} has {name!r:.80}, which is not part of this model")
         elif not parts:
             hint = ", or set tie_word_embeddings to true" * (name == "lm_head.weight")
-            found.append(f"{name} is missing from {checkpoint.path}: download it again{hint}")
+            found.append(f"{name} is missing from {path}: download it again{hint}")
         elif len(parts) != n:
-            having = ", ".join(part.file.name for part in parts[:4])
-            found.append(
-                f"{name} is in {len(parts)} files of {checkpoint.path} ({having}), and must be in "
-                f"{n}: download its files again"
-            )
+            names = ", ".join(part.file.name for part in parts[:4])
+            where = f"{len(parts)} files of {path} ({names})"
+            found.append(f"{name} is in {where}, and must be in {n}: download its files again")
         else:
-            found += filter(None, (_fault(name, p, parts[0], expected[name], n) for p in parts))
+            faults = (_fault(part, parts[0], expected[name], n) for part in parts)
+            found += [f"{parts[i].file}: {name} {f}" for i, f in enumerate(faults) if f is not None]
     return found
 
 
-def _fault(name: str, part: Part, first: Part, expected: Expected, n_parts: int) -> str | None:
-    tensor, shape, where = part.tensor, list(part.tensor.shape), f"{part.file}: {name}"
-    if tensor.dtype not in expected.dtypes:
+def _fault(part: Part, first: Part, expected: Expected, n_parts: int) -> str | None:
+    a, b, shape = part.tensor, first.tensor, list(part.tensor.shape)
+    if a.dtype not in expected.dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
-        return f"{where} is {tensor.dtype}, and must be {wanted}"
+        return f"is {a.dtype}, and must be {wanted}"
     if shape != expected.shape:
-        shards, rest = divmod(expected.total, max(tensor.numel(), 1))
+        shards, rest = divmod(expected.total, max(math.prod(shape), 1))
         missing = 0 if rest else shards - n_parts
         hint = f": it is one of {shards} shards, and {missing} may be missing" * (missing > 0)
-        return f"{where} has the shape {shape}, and the model needs {expected.shape}{hint}"
-    # The norms of Llama 3's shards differ, but only in the third digit.
-    a, b = tensor, first.tensor
-    if (
-        a.shape != b.shape
-        or a.dtype != b.dtype
-        or (
-            a.ndim == 1
-            and not torch.allclose(a[:].float(), b[:].float(), 0.01, 0.01, equal_nan=True)
-        )
-    ):
-        return f"{where} differs from {first.file.name}: the files of two checkpoints are mixed"
-    return None
+        return f"has the shape {shape}, and the model needs {expected.shape}{hint}"
+    same = a.shape == b.shape and a.dtype == b.dtype
+    if same and len(shape) == 1 and n_parts > 1:
+        # The norms of Llama 3's shards differ, but only in the third digit.
+        same = torch.allclose(a.float(), b.float(), 0.01, 0.01, equal_nan=True)
+    mixed = f"differs from {first.file.name}: the files of two checkpoints are mixed"
+    return None if same else mixed

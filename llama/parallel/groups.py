@@ -37,9 +37,8 @@ class Runtime:
     dtype: torch.dtype
     rank: int  # of all ranks
     world_size: int
-    model_parallel_rank: int  # within tensor parallelism: one copy of the model
-    model_parallel_size: int
-    replica: int  # within data parallelism: which copy of the model
+    model_parallel_size: int  # ranks that share one copy of the model (tensor parallelism)
+    replica: int  # this rank's copy of the model (data parallelism)
     replicas: int
     timeout_s: float
 
@@ -90,7 +89,6 @@ def setup(
             dtype=dtype,
             rank=dist.get_rank(),
             world_size=world_size,
-            model_parallel_rank=groups.get_model_parallel_rank(),
             model_parallel_size=groups.get_model_parallel_world_size(),
             replica=groups.get_data_parallel_rank(),
             replicas=groups.get_data_parallel_world_size(),
@@ -130,9 +128,8 @@ class OwnedGroups:
         store: dist.Store = dist.HashStore()
         if world_size > 1:
             self.store = self.store or rendezvous(world_size, min(timeout_s, CONNECT_S))
-            store = dist.PrefixStore(f"llama/{self.n_worlds}", self.store)
+            store, rank = dist.PrefixStore(f"{self.n_worlds}", self.store), int(os.environ["RANK"])
             store.set_timeout(timeout)
-            rank = int(os.environ["RANK"])
             wait_for_all(store, rank, world_size, backend, timeout_s)
         self.n_worlds += 1
         with _loopback(world_size):
@@ -199,8 +196,7 @@ class OwnedGroups:
         Destroying a group of NCCL would wait for ranks that wait for this one.
         """
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the latter at exit
-        world = self.world if self.world is dist.group.WORLD else None
-        return error is not None and world is not None and dist.get_backend(world) == "nccl"
+        return bool(error and dist.is_initialized() and dist.get_backend() == "nccl")
 
 
 _lock = threading.RLock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from fairscale.nn.model_parallel import initialize as groups
 from llama.errors import LlamaError
 from llama.model import RMSNorm, Transformer
 from llama.parallel.groups import Runtime, brief, check_same, gather, gloo_group, require_same
+from llama.prefix_cache import common_prefix
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -59,10 +59,10 @@ def compare_call(
     by_row = zip(*(others for _, others in everyone), strict=True)
     rows = [row for row, found in enumerate(by_row) if len(set(found)) > 1]
     if rows:
-        tokens_of = gather([list(held[row]) for row in rows], group)
-        for row, tokens in zip(rows, zip(*tokens_of, strict=True), strict=True):
-            equal = takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=False))
-            shared[row] = 0 if max(map(len, tokens)) > n_slots else len(list(equal))
+        by_rank = gather([list(held[row]) for row in rows], group)
+        for row, tokens in zip(rows, zip(*by_rank, strict=True), strict=True):
+            has_wrapped = max(map(len, tokens)) > n_slots
+            shared[row] = 0 if has_wrapped else min(common_prefix(tokens[0], t) for t in tokens)
     return shared
 
 

@@ -35,7 +35,7 @@ from llama.server import schema
 from llama.server.answers import Answer, error_body, error_event
 from llama.server.gate import Gate
 from llama.server.metrics import Metrics
-from llama.server.runner import Job, Runner
+from llama.server.runner import Job, QueueFull, Runner
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 MAX_BODY_BYTES = 8 * 2**20
@@ -63,9 +63,9 @@ class Server:
     """The calls of the API, on one model."""
 
     def __init__(self, llama: Llama, name: str, *, max_queue: int, timeout_s: float = 600) -> None:
-        self.llama, self.name, self.max_queue = llama, name, max_queue
+        self.llama, self.name = llama, name
         self.args, self.tokenizer = llama.model.params, llama.tokenizer
-        self.runner = Runner(llama, timeout_s=timeout_s)
+        self.runner = Runner(llama, max_queue=max_queue, timeout_s=timeout_s)
         self.metrics = Metrics(self.runner)
         self.started = int(time.time())
 
@@ -193,7 +193,9 @@ class Server:
         answer = Answer(requests, self.tokenizer, self.name, is_chat=is_chat, n=n, echo=echo)
         if body.stream:
             has_usage = body.stream_options is not None and body.stream_options.include_usage
-            events = self._events(prepared, requests, answer, has_usage)
+            progress = self.metrics.observed(prepared, requests)
+            await anext(progress)  # queued, or refused
+            events = self._events(progress, answer, has_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers=SSE_HEADERS)
         await self._run(http, prepared, requests)
         return Json(answer.whole())
@@ -202,9 +204,6 @@ class Server:
         """Encode and check, in a thread: a long text takes a while."""
         if self.runner.failure is not None:
             raise ApiError(503, "the server has failed: restart it")
-        if self.runner.n_active >= self.args.max_batch_size + self.max_queue:
-            text = f"{self.max_queue} requests are waiting already: try again later"
-            raise ApiError(429, text, "rate_limit_exceeded", **{"Retry-After": "1"})
 
         def both() -> tuple[list[Job], list[Request]]:
             made = jobs()
@@ -230,22 +229,22 @@ class Server:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
                 raise ApiError(499, "the client has left")
-            try:
-                tasks[0].result()
-            except Exception as error:  # of the engine: nobody's mistake who calls
-                raise ApiError(500, str(error)) from error
+            error = tasks[0].exception()
+            if error is not None and not isinstance(error, QueueFull):
+                raise ApiError(500, str(error)) from error  # the engine's, not the caller's
+            tasks[0].result()
             return requests
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _events(
-        self, jobs: Sequence[Job], requests: list[Request], answer: Answer, has_usage: bool
+        self, progress: AsyncIterator[None], answer: Answer, has_usage: bool
     ) -> AsyncIterator[str]:
         for chunk in answer.first_chunks():
             yield chunk
         try:
-            async for _ in self.metrics.observed(jobs, requests):
+            async for _ in progress:
                 for chunk in answer.chunks():
                     yield chunk
         except Exception as error:
@@ -360,6 +359,11 @@ def _add_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"][1:])) or "the body"
         return Json(error_body(400, f"{where}: {first['msg']}"), 400)
+
+    @app.exception_handler(QueueFull)
+    async def full(_: HttpRequest, error: QueueFull) -> Response:
+        body = error_body(429, "too many calls are waiting: try again", "rate_limit_exceeded")
+        return Json(body, 429, {"Retry-After": "1"})
 
     @app.exception_handler(LlamaError)
     async def mistake(_: HttpRequest, error: LlamaError) -> Response:

@@ -37,12 +37,16 @@ class Job:
         )
         request.detokenizer = Detokenizer(
             llama.tokenizer,
-            self.params.stop,
+            self.params.stop or (),
             self.ids if self.echo else (),
             keep_space=self.keep_space,
         )
         request.wants_hidden_states = self.wants_hidden_states
         return request
+
+
+class QueueFull(Exception):
+    """Too many requests are waiting."""
 
 
 Work: TypeAlias = tuple[list[tuple[int, Job]], list[int]]  # new jobs, and the numbers of ended ones
@@ -51,8 +55,9 @@ Work: TypeAlias = tuple[list[tuple[int, Job]], list[int]]  # new jobs, and the n
 class Runner:
     """Steps the engine while it has requests, and wakes the tasks that wait for them."""
 
-    def __init__(self, llama: Llama, *, timeout_s: float = 600) -> None:
+    def __init__(self, llama: Llama, *, max_queue: int = 0, timeout_s: float = 600) -> None:
         self.llama = llama
+        self._max_active = llama.model.params.max_batch_size + max_queue
         self.failure: BaseException | None = None
         self._timeout_s = timeout_s
         self._events = ranks.Events(timeout_s) if llama._ranks > 1 else None
@@ -145,10 +150,15 @@ class Runner:
     async def progress(
         self, jobs: Sequence[Job], requests: Sequence[Request]
     ) -> AsyncIterator[None]:
-        """Run requests: yields when at least one has new tokens or has finished.
+        """Run requests: yields once they are queued, and whenever they have new tokens or ended.
 
         Whatever ends the iteration gives up the requests.
+
+        Raises:
+            QueueFull: before the first yield.
         """
+        if self.n_active >= self._max_active:
+            raise QueueFull
         event, numbers = asyncio.Event(), []
         for job, request in zip(jobs, requests, strict=True):
             numbers.append(next(self._numbers))
@@ -157,6 +167,7 @@ class Runner:
         self._wake.set()
         try:
             is_finished = False
+            yield
             while not is_finished:
                 await event.wait()
                 event.clear()
