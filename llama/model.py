@@ -436,7 +436,7 @@ class Transformer(nn.Module):
         # Rows of one length see every slot that is read.
         causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window)
         unmasked = isinstance(start_pos, int) and kv_len == end and causal
-        by_kernel = kernels.can_attend(positions)
+        by_kernel = kernels.can_attend(self.norm.weight)
         rows = torch.arange(bsz, device=device)[:, None] + first_row
         return ForwardContext(
             *self._rotation(positions),
@@ -463,7 +463,9 @@ class Transformer(nn.Module):
 
     def _segment_mask(self, segment: Segment) -> torch.Tensor | None:
         args, kv_len = self.params, min(segment.end, self.params.n_slots)
-        if not kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window):
+        causal = kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window)
+        if not causal or (segment.start_pos and torch.compiler.is_compiling()):
+            # Dynamo cannot trace causal_lower_right.
             positions = torch.arange(segment.start_pos, segment.end, device=self.rope_freqs.device)
             return self._bias(positions[None], kv_len)
         return causal_lower_right(segment.length, kv_len) if segment.start_pos else None
