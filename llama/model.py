@@ -395,7 +395,7 @@ class Transformer(nn.Module):
             return logits.view(bsz, -1, logits.shape[-1])
         context = self._decode_context(bsz, start_pos, first_row, kv_len)
         context.active = None if active is None else active[:, None]
-        return self.output(self.hidden_states(tokens, context)).float()
+        return self.logits(self.hidden_states(tokens, context))
 
     def prefill(
         self, tokens: torch.Tensor, segments: Sequence[Segment], *, only_last: bool = False
@@ -408,7 +408,11 @@ class Transformer(nn.Module):
         h = self.hidden_states(tokens[None], self.segment_context(segments))[0]
         if only_last:
             h = torch.stack([piece[-1] for piece in h.split([s.length for s in segments])])
-        return self.output(h).float()
+        return self.logits(h)
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """Float32 (..., vocab_size), without the rows that fill up the ranks."""
+        return self.output(h)[..., : self.vocab_size].float()
 
     def hidden_states(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The final norm's output (bsz, seqlen, dim), in the model's dtype."""

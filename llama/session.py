@@ -131,12 +131,12 @@ class Session:
         """A request for each of the named prompts, all within bounds."""
         self._require_usable()
         require(len(prompts) > 0, "there are no prompts: pass at least one")
-        args, limit = self.model.params, params.max_gen_len
+        args, limit, n_ids = self.model.params, params.max_gen_len, self.model.vocab_size
         if echo and params.logprobs:
             params = replace(params, prompt_logprobs=True)
-        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", args.vocab_size))
+        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", n_ids))
         checked_ids(params.logit_bias, "logit_bias", self.tokenizer.n_words)
-        ids = [checked_ids(prompt, name, args.vocab_size) for name, prompt in prompts.items()]
+        ids = [checked_ids(prompt, name, n_ids) for name, prompt in prompts.items()]
         limits = [answer_limit(n, len(i), limit, args) for n, i in zip(prompts, ids, strict=True)]
         # Under several ranks all do the same: none may run ahead of another's reader.
         read_ahead = READ_AHEAD if streams and self._ranks == 1 else None
