@@ -34,7 +34,9 @@ def read_rules(*names: str) -> dict[str, list[str]]:
 RULES = read_rules("words", "story", "chat")
 OBJECT, OTHER = ((line.split(":")[0]).split() for line in RULES["plots"])
 OPENINGS = {"": 6, "pair": 0.6, "sad": 0.6}
-UNFIT = re.compile("ass|tit|co[ck]k|di[ck]k?|nig|fag|sex|shit|pus|cum|slut|hell|kill|dumb|fat|pis|poo|bum")
+UNFIT = re.compile(
+    "ass|tit|co[ck]k|di[ck]k?|nig|fag|sex|shit|pus|cum|slut|hell|kill|dumb|fat|pis|poo|bum"
+)
 MOODS = ("sad", "funny", "happy", "short", "nice", "bedtime", "little")
 
 

@@ -126,7 +126,7 @@ def longest_runs(stories: list[str], data: Path) -> list[int]:
     def ids(words: Iterable[str]) -> np.ndarray:
         return np.array([numbers.setdefault(w, len(numbers) + 1) for w in words], dtype=np.uint64)
 
-    lines = map(json.loads, open(data / "train.jsonl"))
+    lines = map(json.loads, (data / "train.jsonl").read_text().splitlines())
     texts = ([d["text"]] if "text" in d else [a for _, a in d["turns"]] for d in lines)
     text = ids(w for parts in texts for part in parts for w in [*words_of(part), "/"])
     told = [ids(words_of(story)) for story in stories]
@@ -140,13 +140,13 @@ def longest_runs(stories: list[str], data: Path) -> list[int]:
         for i in open_rows:
             runs[i] = length
         hashes = hashes[:-1] * factor + text[length:]
-        hashed = [h[:-1] * factor + t[length:] if len(h) else h for h, t in zip(hashed, told)]
+        hashed = [h[:-1] * factor + t[length:] for h, t in zip(hashed, told, strict=True)]
     return runs
 
 
 def copied(llama: Llama, data: Path) -> None:
     """Row 6: twenty stories at temperature 0.8 against twenty held-out ones."""
-    words = [x for x in (HERE / "asked.txt").read_text().splitlines()][:20]
+    words = (HERE / "asked.txt").read_text().splitlines()[:20]
     dialogs: list[Dialog] = [
         [{"role": "user", "content": f"Tell me a story about {x}."}] for x in words
     ]

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -21,10 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PARAMS = {"dim": 160, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 1024}
+PARAMS: dict[str, Any] = {
+    "dim": 160,
+    "n_layers": 6,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 1024,
+}
 PARAMS |= {"multiple_of": 32, "norm_eps": 1e-05}
 WIDTH, HIDDEN, HEADS, KV_HEADS = 160, 448, 8, 4
-MAX_LEN, BATCH_TOKENS, POOL = 512, 3072, 512
+MAX_LEN, BATCH_TOKENS, POOL = 512, 1536, 512
 WARMUP, DECAY = 60, 0.4  # steps, and the part of the run in which the rate falls
 MUON_LR, ADAM_LR = 0.02, 0.003
 
@@ -45,11 +52,15 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, n, _ = x.shape
         h, a, f = self.attention_norm(x), self.attention, self.feed_forward
-        q, k, v = (a[w](h).view(b, n, -1, WIDTH // HEADS).transpose(1, 2) for w in ("wq", "wk", "wv"))
+        q, k, v = (
+            a[w](h).view(b, n, -1, WIDTH // HEADS).transpose(1, 2) for w in ("wq", "wk", "wv")
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
         with torch.autocast("cpu", enabled=False):  # heads of 20 are slow in bfloat16
-            attended = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+            attended = F.scaled_dot_product_attention(
+                q.float(), k.float(), v.float(), is_causal=True
+            )
         x = x + a["wo"](attended.transpose(1, 2).reshape(b, n, WIDTH))
         h = self.ffn_norm(x)
         return x + f["w2"](F.silu(f["w1"](h)) * f["w3"](h))
@@ -100,7 +111,7 @@ class Muon(torch.optim.Optimizer):
                 state["m"].lerp_(p.grad, 0.05)
                 g = p.grad.lerp(state["m"], 0.95)
                 x = g.T if g.shape[0] > g.shape[1] else g
-                x = x / (x.norm() + 1e-7)
+                x = (x / (x.norm() + 1e-7)).bfloat16()
                 for _ in range(5):
                     s = x @ x.T
                     x = 3.4445 * x + (-4.775 * s + 2.0315 * s @ s) @ x
@@ -116,7 +127,9 @@ def train_tokenizer(data: Path) -> None:
         for _, line in zip(range(12000), file, strict=False):
             document = json.loads(line)
             texts += [document["text"]] if "text" in document else []
-            texts += [f"[INST] {q} [/INST] {a}".replace("\n", " ") for q, a in document.get("turns", [])]
+            texts += [
+                f"[INST] {q} [/INST] {a}".replace("\n", " ") for q, a in document.get("turns", [])
+            ]
             texts += [f"<<SYS>> {document['system']} <</SYS>>"] if document.get("system") else []
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_prefix=str(data / "tokenizer"), model_type="bpe",
@@ -154,7 +167,7 @@ def load(data: Path, name: str) -> list[np.ndarray]:
         tokenizer = sentencepiece.SentencePieceProcessor(str(data / "tokenizer.model"))
         rows = [
             np.array(encode(tokenizer, json.loads(line)), dtype=np.int16)[:, :MAX_LEN]
-            for line in open(data / f"{name}.jsonl")
+            for line in (data / f"{name}.jsonl").read_text().splitlines()
         ]
         lengths = [row.shape[1] for row in rows]
         np.savez(cached, rows=np.concatenate(rows, 1), ends=np.cumsum(lengths))
@@ -237,9 +250,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         step, tokens = step + 1, tokens + ids.numel()
-        if step % 20 == 0:
+        if step % 50 == 0:
             print(f"step {step} loss {loss:.3f} {tokens / spent:.0f} tokens/s", flush=True)
-        if step % 100 == 0 or progress >= 1:
+        if step % 200 == 0 or progress >= 1:
             score = held_out_loss(model, held_out)
             with open(data / "loss.csv", "a") as file:
                 file.write(f"{step},{tokens},{spent / 60:.1f},{score:.4f}\n")
