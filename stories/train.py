@@ -204,10 +204,45 @@ def held_out_loss(model: Model, rows: list[np.ndarray]) -> float:
     return losses / count
 
 
-def save(model: Model, data: Path) -> None:
-    (data / "params.json").write_text(json.dumps(PARAMS))
-    state = {k: v.to(torch.float16).clone() for k, v in model.state_dict().items()}
-    torch.save(state, data / "consolidated.00.pth")
+class Run:
+    """A model, its optimizers and how far they are; kept in `last.pt`."""
+
+    def __init__(self, data: Path) -> None:
+        self.data, self.model = data, Model()
+        hidden = [p for p in self.model.layers.parameters() if p.ndim == 2]
+        others = [p for p in self.model.parameters() if not any(p is h for h in hidden)]
+        adam = torch.optim.AdamW(others, ADAM_LR, betas=(0.9, 0.95), weight_decay=0)
+        self.optimizers = [(Muon(hidden, {"lr": MUON_LR}), MUON_LR), (adam, ADAM_LR)]
+        self.step, self.tokens, self.spent = 0, 0, 0.0
+        if (data / "last.pt").exists():
+            last = torch.load(data / "last.pt")
+            self.model.load_state_dict(last["model"])
+            for (optimizer, _), state in zip(self.optimizers, last["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.step, self.tokens, self.spent = last["step"], last["tokens"], last["spent"]
+
+    def learn(self, ids: Tensor, targets: Tensor, rate: float, bfloat16: bool) -> float:
+        """One step at `rate` times the highest learning rates."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            loss = self.model(ids, targets)
+        loss.backward()
+        for optimizer, lr in self.optimizers:
+            optimizer.param_groups[0]["lr"] = lr * max(rate, 0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step, self.tokens = self.step + 1, self.tokens + ids.numel()
+        return float(loss)
+
+    def save(self) -> None:
+        """Write what a run goes on from, and the checkpoint."""
+        facts = {"step": self.step, "tokens": self.tokens, "spent": self.spent}
+        states = [optimizer.state_dict() for optimizer, _ in self.optimizers]
+        weights = self.model.state_dict()
+        torch.save({"model": weights, "optimizers": states, **facts}, self.data / "new.pt")
+        (self.data / "new.pt").replace(self.data / "last.pt")
+        half = {k: v.to(torch.float16).clone() for k, v in weights.items()}
+        torch.save(half, self.data / "consolidated.00.pth")
+        (self.data / "params.json").write_text(json.dumps(PARAMS))
 
 
 def main() -> None:
@@ -219,48 +254,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    data: Path = args.data
-    if not (data / "tokenizer.model").exists():
-        train_tokenizer(data)
-    rows, held_out = load(data, "train"), load(data, "held_out")
-    model = Model()
-    hidden = [p for p in model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
-    optimizers = [
-        Muon(hidden, {"lr": MUON_LR}),
-        torch.optim.AdamW(others, ADAM_LR, betas=(0.9, 0.95), weight_decay=0),
-    ]
-    step, tokens, spent = 0, 0, 0.0
-    if (data / "last.pt").exists():
-        last = torch.load(data / "last.pt")
-        model.load_state_dict(last["model"])
-        for optimizer, state in zip(optimizers, last["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        step, tokens, spent = last["step"], last["tokens"], last["spent"]
-    base, begin = (MUON_LR, ADAM_LR), time.time() - spent
-    for ids, targets in batches(rows, seed=step):
-        spent = time.time() - begin
-        progress = max(step / args.steps, spent / 60 / args.minutes)
-        rate = min(1.0, (step + 1) / WARMUP, (1 - progress) / DECAY)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
-            loss = model(ids, targets)
-        loss.backward()
-        for optimizer, lr in zip(optimizers, base, strict=True):
-            optimizer.param_groups[0]["lr"] = lr * max(rate, 0.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        step, tokens = step + 1, tokens + ids.numel()
-        if step % 50 == 0:
-            print(f"step {step} loss {loss:.3f} {tokens / spent:.0f} tokens/s", flush=True)
-        if step % 200 == 0 or progress >= 1:
-            score = held_out_loss(model, held_out)
-            with open(data / "loss.csv", "a") as file:
-                file.write(f"{step},{tokens},{spent / 60:.1f},{score:.4f}\n")
-            states = [o.state_dict() for o in optimizers]
-            state = {"model": model.state_dict(), "optimizers": states}
-            torch.save({**state, "step": step, "tokens": tokens, "spent": spent}, data / "new.pt")
-            (data / "new.pt").replace(data / "last.pt")
-            save(model, data)
+    if not (args.data / "tokenizer.model").exists():
+        train_tokenizer(args.data)
+    rows, held_out = load(args.data, "train"), load(args.data, "held_out")
+    run = Run(args.data)
+    begin = time.time() - run.spent
+    for ids, targets in batches(rows, seed=run.step):
+        run.spent = time.time() - begin
+        progress = max(run.step / args.steps, run.spent / 60 / args.minutes)
+        rate = min(1.0, (run.step + 1) / WARMUP, (1 - progress) / DECAY)
+        loss = run.learn(ids, targets, rate, not args.float32)
+        if run.step % 50 == 0:
+            print(f"step {run.step} loss {loss:.3f} {run.tokens / run.spent:.0f} tokens/s")
+        if run.step % 200 == 0 or progress >= 1:
+            score = held_out_loss(run.model, held_out)
+            with open(args.data / "loss.csv", "a") as file:
+                file.write(f"{run.step},{run.tokens},{run.spent / 60:.1f},{score:.4f}\n")
+            run.save()
         if progress >= 1:
             break
 
