@@ -58,9 +58,9 @@ def test_a_prefill_allocates_at_most_what_is_counted_and_at_least_a_third(
             parameter.fill_(0.01)
         tokens = torch.ones(2048, dtype=torch.int64)
         segments = [Segment(0, 0, 1000), Segment(1, 0, 1048)]
-        with torch.inference_mode():
-            with PeakBytes([*model.parameters(), *model.buffers()]) as peak:
-                model.prefill(tokens, segments, only_last=True)
+        known = [*model.parameters(), *model.buffers()]
+        with torch.inference_mode(), PeakBytes(known) as peak:
+            model.prefill(tokens, segments, only_last=True)
     finally:
         groups.teardown(runtime)
     counted = sizes.activation_bytes(args, dtype)
