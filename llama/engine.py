@@ -19,8 +19,8 @@ from itertools import islice
 import torch
 
 from llama.errors import LlamaError, require
-from llama.kv_cache import Segment
-from llama.model import PREFILL_TOKENS, Transformer
+from llama.kv_cache import PREFILL_TOKENS, Segment
+from llama.model import Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request, chunk_len, draw_waits
 from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs, top_logprobs

@@ -226,13 +226,14 @@ class Session:
                 not engine.running and not engine.waiting,
                 "a stream of this instance is still open: exhaust it, or close() it",
             )
-            if self._check_ranks:
-                params = replace(requests[0].params, logits_processor=None)  # its repr is local
-                call = {"prompts": [r.prompt for r in requests], **vars(params)}
-                group, n_slots = get_model_parallel_group(), self.model.params.n_slots
-                held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
-                for row, length in enumerate(held):
-                    engine.cache.truncate(row, length)
+            params = replace(requests[0].params, logits_processor=None)  # its repr is local
+            call = {"prompts": [r.prompt for r in requests], **vars(params)}
+            group, n_slots = get_model_parallel_group(), self.model.params.n_slots
+            held = ranks.compare_call(
+                call if self._check_ranks else {}, engine.cache.rows, group, n_slots=n_slots
+            )
+            for row, length in enumerate(held):
+                engine.cache.truncate(row, length)
 
     def _run(self, requests: Sequence[Request]) -> None:
         with self._serving(requests) as show_progress:

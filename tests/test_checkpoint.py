@@ -26,7 +26,13 @@ from llama import Llama, LlamaError, sizes
 from llama.checkpoints.config import TextFacts, read_config, read_params
 from llama.checkpoints.convert import convert
 from llama.checkpoints.files import looks_like
-from llama.checkpoints.load import find_tokenizer, load, open_checkpoint, validation_errors
+from llama.checkpoints.load import (
+    find_tokenizer,
+    load,
+    load_tokenizer,
+    open_checkpoint,
+    validation_errors,
+)
 from llama.checkpoints.reader import Checkpoint
 from llama.generation import STORIES
 from llama.model import ModelArgs, Transformer
@@ -723,7 +729,9 @@ def test_links_that_lie_in_the_folder_are_followed_as_in_the_cache_of_the_hub(
     with pytest.raises(LlamaError, match=r"did you mean .*models--a--b/snapshots/c0\?"):
         open_checkpoint(tmp_path / "models--a--b")
     (blobs / f"blob of {SECOND}").unlink()
-    with pytest.raises(LlamaError, match=rf"{SECOND} is missing: download it as well"):
+    with pytest.raises(
+        LlamaError, match=rf"{SECOND} is a link to a file that is missing: download it"
+    ):
         open_checkpoint(snapshot)
 
 
@@ -805,6 +813,27 @@ def test_the_tokenizer_of_the_folder_above_serves_metas_layout_only(
     assert find_tokenizer(hf) == hf / "tokenizer.json"
 
 
+@pytest.mark.parametrize(
+    ("vocab", "fits"),
+    [(VOCAB, True), (VOCAB + 1023, True), (VOCAB - 1, False), (VOCAB + 1024, False)],
+)
+def test_a_tokenizer_that_is_larger_or_far_smaller_than_the_embedding_is_refused(
+    vocab: int, fits: bool, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write_meta(tmp_path / "m", weights(vocab=vocab)))
+    if fits:
+        assert load_tokenizer(checkpoint, TOKENIZER).n_words == VOCAB
+    else:
+        with pytest.raises(LlamaError, match=f"has 1024 tokens, the checkpoint {vocab}: pass the"):
+            load_tokenizer(checkpoint, TOKENIZER)
+
+
+def test_the_two_names_of_a_single_file_may_lie_in_one_folder(tmp_path: Path) -> None:
+    folder = write_meta(tmp_path / "m", suffix="safetensors")
+    shutil.copy(folder / "consolidated.00.safetensors", folder / "consolidated.safetensors")
+    assert [file.name for file in open_checkpoint(folder).files] == ["consolidated.00.safetensors"]
+
+
 def test_validation_finds_a_tokenizer_that_build_would_refuse(tmp_path: Path) -> None:
     folder = write_meta(tmp_path / "m")
     checkpoint = open_checkpoint(folder)
@@ -819,7 +848,10 @@ def test_validation_finds_a_tokenizer_that_build_would_refuse(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"adapter_config.json": {}}, "holds an adapter only: pass the folder of the base model"),
+        (
+            {"adapter_config.json": {}},
+            "holds an adapter only: pass the base model, and this folder as adapter=",
+        ),
         (
             {"config.json": {"model_type": "llama", "quantization": {"bits": 4}}},
             r"weights are quantized \(\{'bits': 4\}\)",

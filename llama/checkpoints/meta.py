@@ -22,11 +22,11 @@ def open_meta(path: Path) -> Checkpoint | None:
     shards = sorted(f for f in path.iterdir() if SHARD.fullmatch(f.name))
     if not shards or not (path / "params.json").is_file():
         return None
-    files = [f for f in shards if f.suffix == shards[0].suffix]
-    if len(files) > 1 or files[0].name != MISTRAL:
-        for i in range(int(files[-1].name.split(".")[1])):
-            file = path / f"consolidated.{i:02d}{files[0].suffix}"
-            beyond = f"{file} is missing, but there is {files[-1].name}: download it as well"
-            require(file in files, beyond)
+    numbered = [f for f in shards if f.name != MISTRAL and f.suffix == shards[0].suffix]
+    files = numbered or shards
+    for i in range(int(numbered[-1].name.split(".")[1]) if numbered else 0):
+        file = path / f"consolidated.{i:02d}{files[0].suffix}"
+        beyond = f"{file} is missing, but there is {files[-1].name}: download it as well"
+        require(file in files, beyond)
     config, parts = read_params(path / "params.json"), map_parts(files)
     return Checkpoint(path, "meta", files, config, read_text_facts(path), parts, unwrapped(parts))
