@@ -249,8 +249,11 @@ class Attention(nn.Module):
         queries = xq[0].split([segment.length for segment in context.segments])
         answers = []
         for segment, mask, q in zip(context.segments, context.masks, queries, strict=True):
-            row = slice(segment.row, segment.row + 1)
-            where = row, min(segment.end, self.args.n_slots), xq.dtype
+            where = (
+                slice(segment.row, segment.row + 1),
+                min(segment.end, self.args.n_slots),
+                xq.dtype,
+            )
             # Key heads are the batch here, so that expanding them to n_rep copies nothing.
             keys, values = (
                 kv_cache.read(cache, scale, *where)[0, :, None].expand(-1, self.n_rep, -1, -1)
@@ -391,8 +394,8 @@ class Transformer(nn.Module):
         if seqlen > 1:
             starts = [start_pos] * bsz if isinstance(start_pos, int) else start_pos.tolist()
             segments = [Segment(int(first_row) + i, p, seqlen) for i, p in enumerate(starts)]
-            logits = self.prefill(tokens.reshape(-1), segments, only_last=only_last)
-            return logits.view(bsz, -1, logits.shape[-1])
+            packed = tokens.reshape(-1)
+            return self.prefill(packed, segments, only_last=only_last).unflatten(0, (bsz, -1))
         context = self._decode_context(bsz, start_pos, first_row, kv_len)
         context.active = None if active is None else active[:, None]
         return self.logits(self.hidden_states(tokens, context))
@@ -456,10 +459,9 @@ class Transformer(nn.Module):
 
     def segment_context(self, segments: Sequence[Segment]) -> ForwardContext:
         """The context of a pass over packed segments."""
-        device = self.rope_freqs.device
         # A row for each token, then its position.
         places = [(s.row, position) for s in segments for position in range(s.start_pos, s.end)]
-        rows, positions = torch.tensor(places, device=device).T[:, None]
+        rows, positions = torch.tensor(places, device=self.rope_freqs.device).T[:, None]
         cos, sin = self._rotation(positions)
         slots = kv_cache.slot_index(positions, self.params.n_slots)
         masks = [self._segment_mask(segment) for segment in segments]
@@ -476,8 +478,7 @@ class Transformer(nn.Module):
 
     def _bias(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
         """The mask rule as 0 where a key is seen and -inf elsewhere, (bsz, seqlen, kv_len)."""
-        args = self.params
-        seen = kv_cache.visible(positions, args.n_slots, kv_len, args.sliding_window)
+        seen = kv_cache.visible(positions, self.params.n_slots, kv_len, self.params.sliding_window)
         return torch.zeros_like(seen, dtype=self.norm.weight.dtype).masked_fill_(~seen, -math.inf)
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*
 FILES = [
     path
     for folder in ("", "llama", "tests", "benchmarks")
-    for path in sorted((ROOT / folder).glob("*.py"))
+    for path in sorted((ROOT / folder).glob("**/*.py" if folder == "llama" else "*.py"))
 ]
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -57,7 +57,14 @@ FOREIGN_OPTIONS = {
 }
 # What a checkpoint's folder, or a reader's, holds.
 FOREIGN_FILES = {
-    *["params.json", "config.json", "tokenizer.json", "tokenizer.model", "consolidated.00.pth"],
+    *[
+        "consolidated.safetensors",
+        "params.json",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "consolidated.00.pth",
+    ],
     *[
         "model.safetensors",
         "chat.safetensors",
