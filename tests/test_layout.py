@@ -43,7 +43,7 @@ LAYERS = [
     *["requests", "speculate", "engine", "predictions", "session", "generation", "__init__"],
     *["evaluate", "memory", "cli", "repl"],
     *["server.schema", "server.answers", "server.gate", "server.runner", "server.metrics"],
-    *["server.app", "__main__"],
+    *["server.app", "server.serve", "__main__"],
 ]
 
 
