@@ -18,12 +18,12 @@ import torch
 from llama.checkpoints.config import (
     GGUF,
     Config,
-    TextFacts,
     checked_config,
     named_params,
     require_supported,
 )
 from llama.checkpoints.reader import Checkpoint, Part
+from llama.checkpoints.text import TextFacts
 from llama.errors import LlamaError, require
 from llama.model import ModelArgs, rope_frequencies
 from llama.parameters import EMBEDDING, OUTPUT, parameters
