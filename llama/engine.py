@@ -19,8 +19,8 @@ from itertools import islice
 import torch
 
 from llama.errors import LlamaError, require
-from llama.kv_cache import Segment
-from llama.model import PREFILL_TOKENS, Transformer
+from llama.kv_cache import PREFILL_TOKENS, Segment
+from llama.model import Transformer
 from llama.prefix_cache import PrefixCache, common_prefix
 from llama.requests import FinishReason, Request, chunk_len, draw_waits
 from llama.sampling import NOT_FINITE, reshape_logits, sample, token_logprobs, top_logprobs
@@ -286,7 +286,7 @@ class Engine:
             self.cache.rows[segment.row] += chunk
             if request.reads_every_position:
                 self._read_positions(request, segment, piece)
-        return model.output(torch.stack([piece[-1] for piece in pieces])).float()
+        return model.logits(torch.stack([piece[-1] for piece in pieces]))
 
     def _read_positions(self, request: Request, segment: Segment, h: torch.Tensor) -> None:
         """Take in the final hidden states (n, dim) of a part of a prompt."""
@@ -294,7 +294,7 @@ class Engine:
             request.hidden_states.append(h.float())
         targets = request.prompt[segment.start_pos + 1 : segment.end + 1]
         if targets and request.params.prompt_logprobs:
-            logits = self.model.output(h[: len(targets)]).float()
+            logits = self.model.logits(h[: len(targets)])
             values = token_logprobs(logits, torch.tensor(targets, device=h.device)).tolist()
             request.prompt_logprobs += values
             if request.params.top_logprobs:

@@ -112,7 +112,7 @@ class Llama(Session):
                 None: as the checkpoint is.
             compile: make one graph of a decoding step, here and now, which takes a while.
             timeout_s: how long a rank waits for another one.
-            check_ranks: compare at each call what the ranks were asked and what their caches hold.
+            check_ranks: compare the arguments of each call between the ranks.
             verbose: say on rank 0 how long it took.
         """
         start = time.monotonic()

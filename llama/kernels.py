@@ -61,8 +61,9 @@ def available() -> bool:
 
 
 def can_attend(x: torch.Tensor) -> bool:
-    """Is `decode_attention` for queries like x?"""
-    return x.device.type == "cpu" and not x.requires_grad and available()
+    """Is `decode_attention` for queries with the device, dtype and gradient of x?"""
+    on_cpu = x.device.type == "cpu" and x.dtype in KINDS
+    return on_cpu and not x.requires_grad and available()
 
 
 @functools.cache

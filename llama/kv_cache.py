@@ -16,6 +16,7 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 }
+PREFILL_TOKENS = 2048  # of one pass, if prefill_chunk is not set: bounds activations
 SCALE_DTYPE = torch.float16  # of the scales of an int8 cache
 
 
@@ -153,8 +154,12 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x / scale[..., None].float()).round().clamp(-127, 127)
 
 
-def check_window(max_seq_len: int, window: int | None, chunk: int | None) -> None:
-    """Refuse sizes that make no ring buffer."""
+def check_sizes(
+    max_batch_size: int, max_seq_len: int, window: int | None, chunk: int | None
+) -> None:
+    """Refuse sizes that make no cache."""
+    for name, size in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
+        require(1 <= size < 2**63, f"{name} {size!r:.80}: it must be an integer above 0")
     require(
         window is None or 1 <= window < 2**63,
         f"sliding_window {window!r:.80}: it must be an integer above 0 and below 2**63, "

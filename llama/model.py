@@ -23,8 +23,6 @@ from llama.errors import LlamaError, require
 from llama.kv_cache import Segment
 from llama.parallel.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
-PREFILL_TOKENS = 2048  # of one pass, if prefill_chunk is not set: bounds activations
-
 
 @dataclass
 class ModelArgs:
@@ -49,10 +47,8 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or self.dim // self.n_heads
-        for name in ("max_seq_len", "max_batch_size"):
-            size = getattr(self, name)
-            require(1 <= size < 2**63, f"{name} {size!r:.80}: it must be an integer above 0")
-        kv_cache.check_window(self.max_seq_len, self.sliding_window, self.prefill_chunk)
+        sizes = self.max_batch_size, self.max_seq_len, self.sliding_window, self.prefill_chunk
+        kv_cache.check_sizes(*sizes)
 
     @property
     def kv_heads(self) -> int:
@@ -128,11 +124,7 @@ def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> torch.Te
 def reshape_for_broadcast(freqs_cis: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """View (seqlen, n) so that it broadcasts against x (bsz, seqlen, ..., n)."""
     expected = (x.shape[1], x.shape[-1])
-    require(
-        freqs_cis.shape == expected,
-        f"freqs_cis has the shape {tuple(freqs_cis.shape)}, x needs {expected}: "
-        "slice it to the positions of x",
-    )
+    require(freqs_cis.shape == expected, f"freqs_cis is {tuple(freqs_cis.shape)}, not {expected}")
     return freqs_cis.view(1, x.shape[1], *[1] * (x.ndim - 3), x.shape[-1])
 
 
@@ -254,11 +246,9 @@ class Attention(nn.Module):
     def _attend_segments(self, xq: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries (1, n_tokens, n_local_heads, head_dim), each segment over its own row."""
         groups = (-1, self.n_local_kv_heads, self.n_rep, self.head_dim)
-        lengths = [segment.length for segment in context.segments]
+        queries = xq[0].split([segment.length for segment in context.segments])
         answers = []
-        for segment, mask, q in zip(
-            context.segments, context.masks, xq[0].split(lengths), strict=True
-        ):
+        for segment, mask, q in zip(context.segments, context.masks, queries, strict=True):
             row = slice(segment.row, segment.row + 1)
             where = row, min(segment.end, self.args.n_slots), xq.dtype
             # Key heads are the batch here, so that expanding them to n_rep copies nothing.
@@ -405,7 +395,7 @@ class Transformer(nn.Module):
             return logits.view(bsz, -1, logits.shape[-1])
         context = self._decode_context(bsz, start_pos, first_row, kv_len)
         context.active = None if active is None else active[:, None]
-        return self.output(self.hidden_states(tokens, context)).float()
+        return self.logits(self.hidden_states(tokens, context))
 
     def prefill(
         self, tokens: torch.Tensor, segments: Sequence[Segment], *, only_last: bool = False
@@ -418,7 +408,11 @@ class Transformer(nn.Module):
         h = self.hidden_states(tokens[None], self.segment_context(segments))[0]
         if only_last:
             h = torch.stack([piece[-1] for piece in h.split([s.length for s in segments])])
-        return self.output(h).float()
+        return self.logits(h)
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """Float32 (..., vocab_size), without the rows that fill up the ranks."""
+        return self.output(h)[..., : self.vocab_size].float()
 
     def hidden_states(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The final norm's output (bsz, seqlen, dim), in the model's dtype."""
@@ -438,28 +432,25 @@ class Transformer(nn.Module):
         kv_len: int | None,
     ) -> ForwardContext:
         args, device = self.params, self.rope_freqs.device
-        bias = None
         if isinstance(start_pos, int):
-            positions = torch.full((bsz, 1), start_pos, dtype=torch.int64, device=device)
-            end = start_pos + 1
-            kv_len = min(end, args.n_slots) if kv_len is None else kv_len
+            positions, end = torch.full((bsz, 1), start_pos, device=device), start_pos + 1
         else:
-            positions, end = start_pos[:, None], 0
-            kv_len = args.n_slots if kv_len is None else kv_len
-        by_kernel = kernels.can_attend(positions)
+            positions, end = start_pos[:, None], args.n_slots
+        kv_len = kv_len or min(end, args.n_slots)
         # Rows of one length see every slot that is read.
-        causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window) and kv_len == end
-        if not by_kernel and not causal:
-            bias = self._bias(positions, kv_len)[:, None]
+        causal = kv_cache.is_causal(end, args.n_slots, args.sliding_window)
+        unmasked = isinstance(start_pos, int) and kv_len == end and causal
+        by_kernel = kernels.can_attend(self.norm.weight)
         rows = torch.arange(bsz, device=device)[:, None] + first_row
-        read_rows = slice(first_row, first_row + bsz) if isinstance(first_row, int) else rows[:, 0]
         return ForwardContext(
             *self._rotation(positions),
             rows,
             kv_cache.slot_index(positions, args.n_slots),
-            read_rows=read_rows,
+            read_rows=slice(first_row, first_row + bsz)
+            if isinstance(first_row, int)
+            else rows[:, 0],
             kv_len=kv_len,
-            bias=bias,
+            bias=None if by_kernel or unmasked else self._bias(positions, kv_len)[:, None],
             positions=positions[:, 0] if by_kernel else None,
         )
 
@@ -476,7 +467,9 @@ class Transformer(nn.Module):
 
     def _segment_mask(self, segment: Segment) -> torch.Tensor | None:
         args, kv_len = self.params, min(segment.end, self.params.n_slots)
-        if not kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window):
+        causal = kv_cache.is_causal(segment.end, args.n_slots, args.sliding_window)
+        if not causal or (segment.start_pos and torch.compiler.is_compiling()):
+            # Dynamo cannot trace causal_lower_right.
             positions = torch.arange(segment.start_pos, segment.end, device=self.rope_freqs.device)
             return self._bias(positions[None], kv_len)
         return causal_lower_right(segment.length, kv_len) if segment.start_pos else None
@@ -493,16 +486,13 @@ class Transformer(nn.Module):
 
     def _check_room(self, bsz: int, seqlen: int, start_pos: int | torch.Tensor) -> None:
         # No `require`: a compiler would make constants of the numbers in its message.
-        args = self.params
+        args, n_slots = self.params, self.params.n_slots
         if bsz > args.max_batch_size:
+            raise LlamaError(f"{bsz} rows, and max_batch_size is {args.max_batch_size}: pass fewer")
+        end = start_pos + seqlen if isinstance(start_pos, int) else 0
+        too_long = end > n_slots and seqlen > args.longest_chunk
+        if isinstance(start_pos, int) and (start_pos < 0 or too_long):
             raise LlamaError(
-                f"a batch of {bsz} rows, and the cache has {args.max_batch_size}: "
-                "pass fewer, or build with a larger max_batch_size"
-            )
-        if isinstance(start_pos, int) and (
-            start_pos < 0 or (start_pos + seqlen > args.n_slots and seqlen > args.longest_chunk)
-        ):
-            raise LlamaError(
-                f"positions {start_pos} to {start_pos + seqlen - 1}, and the cache has "
-                f"{args.n_slots} slots: pass fewer tokens, or build with a larger max_seq_len"
+                f"positions {start_pos} to {end - 1}, and the cache has {n_slots} slots: "
+                "pass fewer tokens, or build with a larger max_seq_len"
             )

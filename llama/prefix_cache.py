@@ -39,7 +39,7 @@ class PrefixCache:
 
     It is right as long as nobody else writes the cache or the weights, which
     `invalidate_on_external_write` notices where torch counts writes. Writes through `.data` or
-    a NumPy view are not counted: call `Llama.reset()` after them.
+    a NumPy view are not counted: call `reset()` after them.
     """
 
     def __init__(self, model: Transformer) -> None:

@@ -163,7 +163,8 @@ def cpu_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | Non
     """x (..., k) times a weight (n, k) on a CPU; a plain one has no scales."""
     n_rows = x.numel() // x.shape[-1]
     few = n_rows <= kernels.FEW_ROWS
-    if kernels.available() and (few or values.dtype == torch.int8):
+    known = values.dtype in kernels.KINDS and kernels.available()
+    if known and (few or values.dtype == torch.int8):
         return kernels.linear(x, values, scales)
     if scales is None and (values.dtype not in SLOW_DTYPES or n_rows < 4):
         return F.linear(x, values)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from llama.detokenizer import Detokenizer
-from llama.errors import require
+from llama.errors import LlamaError, require
 from llama.model import ModelArgs
 from llama.sampling import Draws, SamplingParams, top_logprobs
 
@@ -100,17 +100,20 @@ class Request:
     def all_logprobs(self, echo: bool) -> list[float]:
         return (self.prompt_logprobs if echo else []) + self.logprobs
 
+    def all_top_logprobs(self, echo: bool) -> list[dict[int, float]]:
+        return (self.prompt_top_logprobs if echo else []) + self.top_logprobs
+
 
 def _no_draws() -> Draws:
     raise AssertionError("the request has ended")
 
-    def all_top_logprobs(self, echo: bool) -> list[dict[int, float]]:
-        return self.prompt_top_logprobs * echo + self.top_logprobs
-
 
 def checked_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
     """Token ids as a list of ints; tensors and arrays are welcome."""
-    checked = [index(id) for id in ids]
+    try:
+        checked = [index(id) for id in ids]
+    except TypeError as error:  # a list in a list, or a text
+        raise LlamaError(f"{name} holds more than integers: pass a list of token ids") from error
     wrong = next((id for id in checked if not 0 <= id < vocab_size), None)
     require(
         wrong is None, f"token {wrong!r:.40} of {name}: pass integers from 0 to {vocab_size - 1}"

@@ -131,12 +131,12 @@ class Session:
         """A request for each of the named prompts, all within bounds."""
         self._require_usable()
         require(len(prompts) > 0, "there are no prompts: pass at least one")
-        args, limit = self.model.params, params.max_gen_len
+        args, limit, n_ids = self.model.params, params.max_gen_len, self.model.vocab_size
         if echo and params.logprobs:
             params = replace(params, prompt_logprobs=True)
-        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", args.vocab_size))
+        stop = frozenset(checked_ids(params.stop_tokens or (), "stop_tokens", n_ids))
         checked_ids(params.logit_bias, "logit_bias", self.tokenizer.n_words)
-        ids = [checked_ids(prompt, name, args.vocab_size) for name, prompt in prompts.items()]
+        ids = [checked_ids(prompt, name, n_ids) for name, prompt in prompts.items()]
         limits = [answer_limit(n, len(i), limit, args) for n, i in zip(prompts, ids, strict=True)]
         # Under several ranks all do the same: none may run ahead of another's reader.
         read_ahead = READ_AHEAD if streams and self._ranks == 1 else None
@@ -226,13 +226,14 @@ class Session:
                 not engine.running and not engine.waiting,
                 "a stream of this instance is still open: exhaust it, or close() it",
             )
-            if self._check_ranks:
-                params = replace(requests[0].params, logits_processor=None)  # its repr is local
-                call = {"prompts": [r.prompt for r in requests], **vars(params)}
-                group, n_slots = get_model_parallel_group(), self.model.params.n_slots
-                held = ranks.compare_call(call, engine.cache.rows, group, n_slots=n_slots)
-                for row, length in enumerate(held):
-                    engine.cache.truncate(row, length)
+            params = replace(requests[0].params, logits_processor=None)  # its repr is local
+            call = {"prompts": [r.prompt for r in requests], **vars(params)}
+            group, n_slots = get_model_parallel_group(), self.model.params.n_slots
+            held = ranks.compare_call(
+                call if self._check_ranks else {}, engine.cache.rows, group, n_slots=n_slots
+            )
+            for row, length in enumerate(held):
+                engine.cache.truncate(row, length)
 
     def _run(self, requests: Sequence[Request]) -> None:
         with self._serving(requests) as show_progress:

@@ -10,8 +10,8 @@ from fairscale.nn.model_parallel import initialize as groups
 from llama import quantize as quant
 from llama.device import available_bytes
 from llama.errors import require
-from llama.kv_cache import SCALE_DTYPE
-from llama.model import PREFILL_TOKENS, ModelArgs, Transformer
+from llama.kv_cache import PREFILL_TOKENS, SCALE_DTYPE
+from llama.model import ModelArgs, Transformer
 from llama.parameters import OUTPUT, parameters, require_split
 
 DECIMAL_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
@@ -55,11 +55,12 @@ def activation_bytes(args: ModelArgs, dtype: torch.dtype, ranks: int = 1) -> int
     tokens = min(args.prefill_chunk or PREFILL_TOKENS, args.n_slots * args.max_batch_size)
     heads = (args.n_heads + 2 * args.kv_heads) * args.head_dim // ranks
     # The feed-forward layer has three of its width at once; attention its heads, rotated in
-    # float32, and its output.
+    # float32, and its output. Sines and cosines are there all the time.
     attention = heads * (2 * dtype.itemsize + 8)
     feed_forward = 3 * args.ffn_dim // ranks * dtype.itemsize
+    hidden = 3 * args.dim * dtype.itemsize + 2 * args.head_dim * 4
     logits = args.vocab_size * args.max_batch_size * 4 * 4  # and what sampling makes of them
-    return tokens * (3 * args.dim * dtype.itemsize + max(attention, feed_forward)) + logits
+    return tokens * (hidden + max(attention, feed_forward)) + logits
 
 
 def usage(model: Transformer, held_tokens: int) -> dict[str, int]:

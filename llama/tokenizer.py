@@ -247,7 +247,6 @@ class JsonTokenizer(BaseTokenizer):
                 f"tokenizer.json cannot be read ({error!s:.80}): download it again, or update the "
                 "package tokenizers"
             ) from error
-        self._spec = spec
         self._added = {id: text.encode() for id, text, _ in added}
         self.n_words = max(ids.values(), default=-1) + 1
         self._is_byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
@@ -263,7 +262,7 @@ class JsonTokenizer(BaseTokenizer):
 
     @property
     def file(self) -> tuple[str, bytes]:
-        return "tokenizer.json", json.dumps(self._spec, ensure_ascii=False).encode()
+        return "tokenizer.json", self._library.to_str().replace(_MARK, "").encode()
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         texts = [p if isinstance(p, str) else _MARK + self.special_text(p) for p in parts]

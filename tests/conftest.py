@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from llama import Llama
-from llama.generation import STORIES
 
 # The models here are tiny: a second thread is no gain, and costs much where cores are shared.
 torch.set_num_threads(1)
@@ -40,7 +39,7 @@ def golden(name: str) -> tuple[Path, dict]:
     if folder is None:
         pytest.skip(f"LLAMA_GOLDEN_DIR does not lead to {name}")
     expected = json.loads((folder / "expected.json").read_text())
-    return STORIES if name == "stories" else folder, expected
+    return folder, expected
 
 
 @pytest.fixture(scope="session")

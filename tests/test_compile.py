@@ -135,18 +135,21 @@ def test_any_number_of_models_is_compiled_in_one_process(
 def test_a_callers_own_compile_breaks_at_no_position_and_no_length(
     kind: str | None, folder: Path
 ) -> None:
+    # A mask written out, and chunks, add in another order than one pass; quantized products round
+    # their input, on an older CPU to 7 bits. One position off makes a difference of 4.
+    atol = 2e-4 if kind is None else 0.25
     with build(folder, quantize=kind) as llama:
-        whole = torch.compile(llama.model, fullgraph=True, backend="eager")
+        compiled_model = torch.compile(llama.model, fullgraph=True, backend="eager")
+
+        def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+            torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+
         for rows, start, length in ((1, 0, 10), (1, 10, 3), (2, 2, 5), (1, 13, 1)):
             tokens = torch.arange(5, 5 + rows * length).view(rows, length)
-            assert torch.equal(whole(tokens, start), llama.model(tokens, start))
+            close(compiled_model(tokens, start), llama.model(tokens, start))
         tokens = torch.arange(5, 14)[None]
-        pieces = [whole(tokens[:, start : start + 3], start) for start in (0, 3, 6)]
-        # Chunks add in another order than one pass; int8 rounds that to 15 bits, or 8 in w1 and w3,
-        # and int4's bfloat16 to 8. One position off makes a difference of 4.
-        atol = {None: 2e-4, "int8": 0.02, "int4": 0.25}[kind]
-        apart = torch.cat(pieces, dim=1) - llama.model(tokens, 0)
-        assert apart.abs().max() < atol
+        pieces = [compiled_model(tokens[:, start : start + 3], start) for start in (0, 3, 6)]
+        close(torch.cat(pieces, dim=1), llama.model(tokens, 0))
         with pytest.raises(LlamaError, match="positions 90 to 99, and the cache has 96 slots"):
             llama.model(torch.zeros(1, 10, dtype=torch.int64), 90)
 

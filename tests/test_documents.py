@@ -74,7 +74,7 @@ def test_the_cache_may_be_zeroed_between_conversations() -> None:
 
     llama = Llama.build(max_seq_len=128, max_batch_size=1, **CKPT)
     # The document nests the tokens one level too deep; here that is named.
-    with pytest.raises(LlamaError, match="token 0 of prompt 0"):
+    with pytest.raises(LlamaError, match="prompt 0 holds more than integers"):
         llama.generate(prompt_tokens=[[llama.tokenizer.encode("New topic")]], max_gen_len=50)
     prompt_tokens = [llama.tokenizer.encode("New topic")]
     expected = llama.generate(prompt_tokens=prompt_tokens, max_gen_len=50, temperature=0)

@@ -189,13 +189,13 @@ def test_sizes_are_printed_in_decimal_and_in_binary_units(n_bytes, text) -> None
 @pytest.mark.parametrize("window", [0, -1])
 def test_a_window_below_one_is_refused(window) -> None:
     with pytest.raises(LlamaError, match=r"sliding_window .*above 0"):
-        kv_cache.check_window(128, window, None)
+        kv_cache.check_sizes(1, 128, window, None)
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 129])
 def test_a_chunk_that_is_larger_than_the_cache_is_refused(chunk) -> None:
     with pytest.raises(LlamaError, match=r"prefill_chunk .*from 1 to max_seq_len \(128\)"):
-        kv_cache.check_window(128, 7, chunk)
+        kv_cache.check_sizes(1, 128, 7, chunk)
 
 
 def test_an_unknown_cache_dtype_is_refused_with_the_known_ones() -> None:

@@ -211,7 +211,8 @@ def load_model(
 ) -> Transformer:
     """This rank's part of the model, on its device."""
     device, dtype, n_ranks = runtime.device, runtime.dtype, runtime.model_parallel_size
-    args = replace(args, vocab_size=padded(args.vocab_size, n_ranks))
+    vocab_size = args.vocab_size
+    args = replace(args, vocab_size=padded(vocab_size, n_ranks))
     cache_dtype = checked_dtype(dtype if kv_cache_dtype is None else kv_cache_dtype)
     kind = checkpoint.check_quantize(quantize, n_ranks)
     require_room(
@@ -227,6 +228,7 @@ def load_model(
     with torch.inference_mode(False):
         with torch.device("meta"):
             model = Transformer(args)
+            model.vocab_size = vocab_size
         progress = runtime.rank == 0
         load(model, checkpoint, device=device, dtype=dtype, quantize=kind, progress=progress)
         model.allocate_state(device, cache_dtype)

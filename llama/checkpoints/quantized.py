@@ -15,7 +15,7 @@ FILE = re.compile(rf"quantized\.({'|'.join(quant.KINDS)})\.(\d\d)-of-(\d\d)\.saf
 
 
 def file_name(kind: str, rank: int, ranks: int) -> str:
-    """The name of a rank's file."""
+    """The name of the file of one rank."""
     return f"quantized.{kind}.{rank:02d}-of-{ranks:02d}.safetensors"
 
 

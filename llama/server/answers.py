@@ -178,4 +178,5 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 
 def error_event(message: str) -> str:
+    """An error in the middle of a stream, as a server-sent event."""
     return _event(error_body(500, message))
