@@ -118,14 +118,10 @@ class Llama(Session):
         start = time.monotonic()
         ckpt_dir = STORIES if ckpt_dir is None else checked_path(ckpt_dir, "ckpt_dir")
         checkpoint = open_checkpoint(ckpt_dir, adapter=adapter)
-        given = {
-            "max_seq_len": 512 if max_seq_len is None else max_seq_len,
-            "max_batch_size": 8 if max_batch_size is None else max_batch_size,
-            "prefill_chunk": prefill_chunk,
-        }
-        if sliding_window is not None:
-            given["sliding_window"] = sliding_window
-        args = ModelArgs(**{**checkpoint.params, **given})
+        given = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+        given |= {"sliding_window": sliding_window, "prefill_chunk": prefill_chunk}
+        given = {name: value for name, value in given.items() if value is not None}
+        args = ModelArgs(**{**checkpoint.params, "max_seq_len": 512, "max_batch_size": 8, **given})
         tokenizer = load_tokenizer(checkpoint, tokenizer_path)
         dialogs = choose_chat_format(tokenizer, checkpoint.text, chat_format)
         runtime = groups.setup(
@@ -141,6 +137,7 @@ class Llama(Session):
                 "seed": seed,
                 "check_ranks": check_ranks,
                 "adapter": adapter is not None,
+                "chat_format": chat_format,
             },
         )
         try:
@@ -149,8 +146,8 @@ class Llama(Session):
                 llama = Llama(model, tokenizer, seed=seed, replica=runtime.replica)
                 llama.chat_format = dialogs
                 if compile:
-                    shown = verbose and runtime.rank == 0
-                    llama.engine.decode_step = compile_step(model, verbose=shown)
+                    announce = verbose and runtime.rank == 0
+                    llama.engine.decode_step = compile_step(model, verbose=announce)
         except BaseException:
             groups.teardown(runtime)
             raise

@@ -78,7 +78,7 @@ def test_an_unknown_peer_is_named() -> None:
         ({"weights_dtype": "float8"}, "'float8' is none of float32"),
         ({"rounds": 0}, "--rounds 0: it must be above 0"),
         ({"threads": 0}, "--threads 0: it must be above 0"),
-        ({"device": "tpu"}, "device 'tpu' is unknown: pass 'cpu'"),
+        ({"device": "tpu"}, "device 'tpu' is not supported: pass 'cpu'"),
         ({"prompt_len": (8, 400), "plot": "p.png"}, "which a ragged batch does not"),
     ],
 )
