@@ -57,6 +57,9 @@ FOREIGN_OPTIONS = {
 }
 # What a checkpoint's folder, or a reader's, holds.
 FOREIGN_FILES = {
+    *["adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "model.gguf"],
+    *["generation_config.json", "tokenizer_config.json", "chat_template.jinja"],
+    *["consolidated.safetensors", "model-00001-of-0000N.gguf"],
     *["params.json", "config.json", "tokenizer.json", "tokenizer.model", "consolidated.00.pth"],
     *[
         "model.safetensors",
