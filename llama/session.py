@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -199,14 +200,13 @@ class Session:
         Yields what shows the progress, on a terminal and if there are more requests than rows.
         """
         self._require_usable()
-        few = len(requests) <= self.model.params.max_batch_size or self.rank != 0
-        with (
-            ranks.waiting(self._runtime),
-            tqdm(total=len(requests), unit="prompt", disable=True if few else None) as bar,
-        ):
+        # An interrupt inside tqdm would keep the lock that all its bars share: only if it is seen.
+        show = len(requests) > self.model.params.max_batch_size and sys.stderr.isatty()
+        bar = tqdm(total=len(requests), unit="prompt") if show and self.rank == 0 else None
+        with ranks.waiting(self._runtime), bar or nullcontext():
 
             def show_progress() -> None:
-                if not bar.disable:
+                if bar is not None:
                     bar.update(sum(request.is_finished for request in requests) - bar.n)
 
             if self._ranks > 1:
