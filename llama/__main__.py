@@ -67,13 +67,13 @@ def serve(
         cors: an origin whose pages may call this server, or *.
     """
     try:
-        from llama.server import app
+        from llama.server import serve
     except ImportError as error:
         packages = "pip install fastapi uvicorn prometheus_client"
         raise LlamaError(f"serving needs {error.name}: {packages}") from error
-    listener = app.listen(host, port) if int(os.environ.get("RANK", 0)) == 0 else None
+    listener = serve.listen(host, port) if int(os.environ.get("RANK", 0)) == 0 else None
     with build() as llama:
-        app.serve(
+        serve.serve(
             llama,
             listener,
             name=name or (Path(ckpt_dir).resolve().name if ckpt_dir else "stories"),

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, TypedDict
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llama.checkpoints.config import TextFacts
+from llama.checkpoints.text import TextFacts
 from llama.errors import LlamaError, require
 from llama.tokenizer import BaseTokenizer, Tokenizer
 

@@ -167,7 +167,7 @@ class ForwardContext:
     slots: torch.Tensor  # (bsz, 1) or (1, n_tokens): where the new keys and values go
     segments: Sequence[Segment] = ()
     masks: Sequence[torch.Tensor | None] = ()  # of each segment; None: causal from position 0
-    read_rows: slice | torch.Tensor | None = None  # the same rows, as an index of the cache
+    read_rows: Any = None  # slice or tensor: the same rows, as an index of the cache
     kv_len: int = 0  # cache slots that attention reads
     bias: torch.Tensor | None = None  # (bsz, 1, 1, kv_len): 0 where a key is seen, else -inf
     positions: torch.Tensor | None = None  # (bsz,), if a kernel applies the rule instead of a bias
@@ -207,8 +207,7 @@ class Attention(nn.Module):
         args = self.args
         shape = (args.max_batch_size, args.n_slots, self.n_local_kv_heads, self.head_dim)
         for name in ("k", "v"):
-            cache = torch.zeros(shape, device=device, dtype=dtype)
-            scale = None
+            cache, scale = torch.zeros(shape, device=device, dtype=dtype), None
             if dtype == torch.int8:
                 scale = torch.zeros(shape[:-1], device=device, dtype=kv_cache.SCALE_DTYPE)
             self.register_buffer(f"cache_{name}", cache, persistent=False)
@@ -234,7 +233,6 @@ class Attention(nn.Module):
             caches = self.cache_k, self.cache_v, self.scale_k, self.scale_v
             where = context.rows[:, 0], context.positions, context.kv_len
             return kernels.decode_attention(xq[:, 0], *caches, *where, self.args.sliding_window)
-        assert context.read_rows is not None
         read = context.read_rows, context.kv_len, xq.dtype
         keys = kv_cache.read(self.cache_k, self.scale_k, *read)
         values = kv_cache.read(self.cache_v, self.scale_v, *read)
@@ -249,11 +247,8 @@ class Attention(nn.Module):
         queries = xq[0].split([segment.length for segment in context.segments])
         answers = []
         for segment, mask, q in zip(context.segments, context.masks, queries, strict=True):
-            where = (
-                slice(segment.row, segment.row + 1),
-                min(segment.end, self.args.n_slots),
-                xq.dtype,
-            )
+            row = slice(segment.row, segment.row + 1)
+            where = row, min(segment.end, self.args.n_slots), xq.dtype
             # Key heads are the batch here, so that expanding them to n_rep copies nothing.
             keys, values = (
                 kv_cache.read(cache, scale, *where)[0, :, None].expand(-1, self.n_rep, -1, -1)
@@ -445,13 +440,12 @@ class Transformer(nn.Module):
         unmasked = isinstance(start_pos, int) and kv_len == end and causal
         by_kernel = kernels.can_attend(self.norm.weight)
         rows = torch.arange(bsz, device=device)[:, None] + first_row
+        read_rows = slice(first_row, first_row + bsz) if isinstance(first_row, int) else rows[:, 0]
         return ForwardContext(
             *self._rotation(positions),
             rows,
             kv_cache.slot_index(positions, args.n_slots),
-            read_rows=slice(first_row, first_row + bsz)
-            if isinstance(first_row, int)
-            else rows[:, 0],
+            read_rows=read_rows,
             kv_len=kv_len,
             bias=None if by_kernel or unmasked else self._bias(positions, kv_len)[:, None],
             positions=positions[:, 0] if by_kernel else None,

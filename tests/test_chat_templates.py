@@ -19,7 +19,7 @@ from llama.chat import (
     TemplateFormat,
     choose_chat_format,
 )
-from llama.checkpoints.config import TextFacts
+from llama.checkpoints.text import TextFacts
 from llama.generation import STORIES
 from llama.tokenizer import BaseTokenizer, JsonTokenizer, open_tokenizer
 

@@ -23,7 +23,7 @@ from fairscale.nn.model_parallel import initialize as groups
 from safetensors.torch import load_file, save_file
 
 from llama import Llama, LlamaError, sizes
-from llama.checkpoints.config import TextFacts, read_config, read_params
+from llama.checkpoints.config import read_config, read_params
 from llama.checkpoints.convert import convert
 from llama.checkpoints.files import looks_like
 from llama.checkpoints.load import (
@@ -34,6 +34,7 @@ from llama.checkpoints.load import (
     validation_errors,
 )
 from llama.checkpoints.reader import Checkpoint
+from llama.checkpoints.text import TextFacts
 from llama.generation import STORIES
 from llama.model import ModelArgs, Transformer
 from llama.parameters import padded, require_split

@@ -24,7 +24,7 @@ from test_damaged_files import damaged
 
 from llama import Llama, LlamaError
 from llama.checkpoints.convert import convert
-from llama.checkpoints.load import load_tokenizer, open_checkpoint, validation_errors
+from llama.checkpoints.load import describe, load_tokenizer, open_checkpoint, validation_errors
 from llama.generation import STORIES
 from llama.model import ModelArgs, rope_frequencies
 from llama.parameters import parameters
@@ -224,6 +224,8 @@ def test_a_file_is_converted_with_its_tokenizer_and_the_facts_of_its_text(tmp_pa
     decoded = write_gguf(file, Type.Q8_0, tokenizer=True)
     source = open_checkpoint(file)
     assert validation_errors(source) == []
+    facts = describe(source)
+    assert (facts["format"], facts["dtype"], facts["EOS"]) == ("GGUF", "Q8_0, float32", "2")
     text = "Once upon a time, there was 🐶."
     expected = load_tokenizer(source).encode(text, bos=True)
     assert expected == Tokenizer(STORIES / "tokenizer.model").encode(text, bos=True)

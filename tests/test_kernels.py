@@ -67,11 +67,11 @@ def test_decode_attention_is_the_mask_rule(
     q, last = 2 * torch.randn(3, n_heads, head_dim), torch.tensor(positions)
     kv_len = min(n_slots, max(positions) + 1)
     caches = k, v, scale_k, scale_v
-    y = kernels.decode_attention(q, *caches, 1, last, kv_len, window)
+    y = kernels.decode_attention(q, *caches, torch.arange(1, 4), last, kv_len, window)
     expected = attention_by_the_rule(q, *caches, 1, last, kv_len, window)
     # Sums of at most 300 numbers of about 1 in float32.
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-    alone = kernels.decode_attention(q[1:2], *caches, 2, last[1:2], kv_len, window)
+    alone = kernels.decode_attention(q[1:2], *caches, torch.tensor([2]), last[1:2], kv_len, window)
     assert torch.equal(alone[0], y[1])
 
 
@@ -81,8 +81,10 @@ def test_decode_attention_is_one_operator_of_a_graph() -> None:
     q, last = torch.randn(2, 4, 16), torch.tensor([3, 7])
     compiled = torch.compile(kernels.decode_attention, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
-        y = compiled(q, k, v, None, None, 0, last, 8, None)
-    assert torch.equal(y, kernels.decode_attention(q, k, v, None, None, 0, last, 8, None))
+        y = compiled(q, k, v, None, None, torch.arange(len(q)), last, 8, None)
+    assert torch.equal(
+        y, kernels.decode_attention(q, k, v, None, None, torch.arange(len(q)), last, 8, None)
+    )
 
 
 @needs_kernels
@@ -91,7 +93,7 @@ def test_a_row_with_a_number_that_is_not_finite_attends_to_nothing_finite(bad: f
     (k, _), (v, _) = (cache(torch.float32, 2, 8, 1, 16) for _ in "kv")
     q, last = torch.randn(2, 2, 16), torch.tensor([7, 7])
     q[0, 0, 3] = bad
-    y = kernels.decode_attention(q, k, v, None, None, 0, last, 8, None)
+    y = kernels.decode_attention(q, k, v, None, None, torch.arange(len(q)), last, 8, None)
     assert not y[0, 0].isfinite().any()
     assert y[0, 1].isfinite().all()
     assert y[1].isfinite().all()

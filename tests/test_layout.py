@@ -28,13 +28,12 @@ TREES = {name: ast.parse(text) for name, text in MODULES.items()}
 LAYERS = [
     *["parallel.__init__", "checkpoints.__init__", "server.__init__"],  # empty
     *["errors", "device", "kv_cache", "sampling", "kernels", "quantize"],
-    *["vocabulary", "checkpoints.files", "tokenizer", "detokenizer"],
+    *["vocabulary", "checkpoints.files", "checkpoints.text", "tokenizer", "detokenizer", "chat"],
     *["parallel.groups", "parallel.layers", "model", "parameters", "sizes", "prefix_cache"],
     *[
         "parallel.ranks",
         "compile",
         "checkpoints.config",
-        "chat",
         "checkpoints.adapter",
         "checkpoints.reader",
     ],
@@ -43,7 +42,7 @@ LAYERS = [
     *["requests", "speculate", "engine", "predictions", "session", "generation", "__init__"],
     *["evaluate", "memory", "cli", "repl"],
     *["server.schema", "server.answers", "server.gate", "server.runner", "server.metrics"],
-    *["server.app", "__main__"],
+    *["server.app", "server.serve", "__main__"],
 ]
 
 

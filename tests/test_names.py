@@ -26,7 +26,7 @@ PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*
 FILES = [
     path
     for folder in ("", "llama", "tests", "benchmarks")
-    for path in sorted((ROOT / folder).glob("**/*.py" if folder == "llama" else "*.py"))
+    for path in sorted((ROOT / folder).glob("*.py"))
 ]
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -57,14 +57,10 @@ FOREIGN_OPTIONS = {
 }
 # What a checkpoint's folder, or a reader's, holds.
 FOREIGN_FILES = {
-    *[
-        "consolidated.safetensors",
-        "params.json",
-        "config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "consolidated.00.pth",
-    ],
+    *["adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "model.gguf"],
+    *["generation_config.json", "tokenizer_config.json", "chat_template.jinja"],
+    *["consolidated.safetensors", "model-00001-of-0000N.gguf"],
+    *["params.json", "config.json", "tokenizer.json", "tokenizer.model", "consolidated.00.pth"],
     *[
         "model.safetensors",
         "chat.safetensors",

@@ -254,9 +254,11 @@ def test_mistakes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LlamaError, match="--to hf has no quantized layout: use --to meta"):
         convert(source, target, to="hf", quantize="int8")
     convert(source, target, to="meta", quantize="int8", shards=2)
-    with pytest.raises(LlamaError, match="was quantized for 2 ranks, and there are 1: start 2"):
+    with pytest.raises(
+        LlamaError, match="is quantized to int8 for 2 ranks, and there are 1: start 2"
+    ):
         build(ckpt_dir=target)
-    with pytest.raises(LlamaError, match=r"quantize 'int4', but .* is quantized to int8"):
+    with pytest.raises(LlamaError, match=r"is quantized to int8, not 'int4'"):
         build(ckpt_dir=target, quantize="int4")
     with pytest.raises(LlamaError, match="is quantized and cannot be converted"):
         convert(target, str(tmp_path / "back"), to="meta")

@@ -24,7 +24,8 @@ import httpx
 import uvicorn
 
 from llama import Llama, LlamaError
-from llama.server.app import MAX_BODY_BYTES, Server, listen, make_app
+from llama.server.app import MAX_BODY_BYTES, Server, make_app
+from llama.server.serve import listen
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 STORY = [{"role": "user", "content": "Tell me a story about a dog."}]

@@ -72,8 +72,11 @@ def convert(
         adapter: a folder with LoRA, as PEFT saves it, to add to the weights.
         force: replace the checkpoint that is in DST, the whole folder.
     """
-    for option, value, known in (("to", to, [*_LAYOUTS]), ("dtype", dtype or "float32", [*DTYPES])):
-        require(value in known, f"--{option} {value!r:.80}: it must be one of {', '.join(known)}")
+    for option, value, known in (("to", to, [*_LAYOUTS]), ("dtype", dtype, [None, *DTYPES])):
+        require(
+            value in known,
+            f"--{option} {value!r:.80}: it must be one of {', '.join(filter(None, known))}",
+        )
     whole = type(shards) is int and shards > 0
     require(whole, f"--shards {shards!r:.80}: it must be a whole number from 1 on")
     quant.check_kind(quantize)

@@ -18,12 +18,12 @@ import torch
 from llama.checkpoints.config import (
     GGUF,
     Config,
-    TextFacts,
     checked_config,
     named_params,
     require_supported,
 )
 from llama.checkpoints.reader import Checkpoint, Part
+from llama.checkpoints.text import TextFacts
 from llama.errors import LlamaError, require
 from llama.model import ModelArgs, rope_frequencies
 from llama.parameters import EMBEDDING, OUTPUT, parameters
@@ -143,7 +143,7 @@ class Blocks:
 
     data: torch.Tensor  # uint8 (rows, bytes of a row), a view of the mapped file
     shape: torch.Size
-    type: Any  # of the package gguf
+    kind: Any  # a GGMLQuantizationType
     block: int  # numbers in a block
     dtype: torch.dtype = torch.float32
 
@@ -158,7 +158,7 @@ class Blocks:
         out = torch.empty(len(data), stop - start, dtype=torch.float32, device="cpu")
         begin = start - first * self.block
         for i in range(0, len(data), _TILE_ROWS):
-            tile = dequantize(data[i : i + _TILE_ROWS].contiguous().numpy(), self.type)
+            tile = dequantize(data[i : i + _TILE_ROWS].contiguous().numpy(), self.kind)
             out[i : i + _TILE_ROWS] = torch.from_numpy(tile)[:, begin : begin + stop - start]
         return out
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoints.config import read_config, read_text_facts
+from llama.checkpoints.config import read_config
 from llama.checkpoints.files import read_json
 from llama.checkpoints.reader import Checkpoint, map_parts
+from llama.checkpoints.text import read_text_facts
 from llama.errors import LlamaError, require
 from llama.model import ModelArgs
 from llama.parameters import EMBEDDING, OUTPUT, parameters, unwrapped

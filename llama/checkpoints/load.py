@@ -138,7 +138,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     args, tied = checkpoint.args, checkpoint.config.tied
     stored = [p for name, p in checkpoint.parameters.items() if not (tied and name == OUTPUT)]
     n_parameters = sum(torch.Size(parameter.shape).numel() for parameter in stored)
-    dtypes = {str(part.tensor.dtype) for parts in checkpoint.parts.values() for part in parts}
+    tensors = [part.tensor for parts in checkpoint.parts.values() for part in parts]
+    dtypes = {t.kind.name if hasattr(t, "kind") else str(t.dtype) for t in tensors}
     dtype = checkpoint.quantized or ", ".join(sorted(dtypes)).replace("torch.", "")
     try:
         tokenizer = load_tokenizer(checkpoint)

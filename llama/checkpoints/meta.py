@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llama.checkpoints.config import read_params, read_text_facts
+from llama.checkpoints.config import read_params
 from llama.checkpoints.reader import Checkpoint, map_parts
+from llama.checkpoints.text import read_text_facts
 from llama.errors import require
 from llama.parameters import unwrapped
 

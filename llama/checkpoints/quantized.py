@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from llama import quantize as quant
-from llama.checkpoints.config import read_params, read_text_facts
+from llama.checkpoints.config import read_params
 from llama.checkpoints.reader import Checkpoint, map_parts
+from llama.checkpoints.text import read_text_facts
 from llama.errors import require
 
 FILE = re.compile(rf"quantized\.({'|'.join(quant.KINDS)})\.(\d\d)-of-(\d\d)\.safetensors")

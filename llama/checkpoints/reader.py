@@ -18,8 +18,9 @@ import torch
 
 from llama import quantize as quant
 from llama.checkpoints.adapter import Adapter
-from llama.checkpoints.config import Config, TextFacts
+from llama.checkpoints.config import Config
 from llama.checkpoints.files import DTYPES, map_tensors
+from llama.checkpoints.text import TextFacts
 from llama.errors import require
 from llama.model import ModelArgs
 from llama.parameters import EMBEDDING, Parameter, parameters, permute_heads

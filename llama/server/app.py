@@ -7,8 +7,6 @@ import base64
 import hashlib
 import json
 import re
-import signal
-import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,7 +16,6 @@ from typing import Any
 
 import prometheus_client as prometheus
 import torch
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
@@ -372,51 +369,3 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failure(_: HttpRequest, error: Exception) -> Response:
         return Json(error_body(500, f"internal error: {type(error).__name__}"), 500)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises LlamaError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        raise LlamaError(
-            f"{host}:{port} cannot be listened on ({error}): choose another --port or --host"
-        ) from error
-
-
-def serve(
-    llama: Llama,
-    listener: socket.socket | None,
-    *,
-    name: str,
-    api_key: str | None,
-    max_queue: int,
-    grace: int,
-    cors: str | None,
-    timeout_s: float,
-) -> None:
-    """Answer HTTP on rank 0 until SIGTERM or Ctrl-C; other ranks follow it.
-
-    Raises:
-        LlamaError: another rank has ended.
-    """
-    if listener is None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to end
-        Runner(llama, timeout_s=timeout_s).run()
-        return
-    server = Server(llama, name, max_queue=max_queue, timeout_s=timeout_s)
-
-    def end() -> None:
-        http.should_exit = True
-
-    app = make_app(server, api_key=api_key, cors=cors, on_failure=end)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace, lifespan="on"
-    )
-    http = uvicorn.Server(config)
-    host, port = listener.getsockname()[:2]
-    print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    http.run(sockets=[listener])
-    if server.runner.failure is not None:
-        raise LlamaError(f"the engine has failed: {server.runner.failure}")
