@@ -231,7 +231,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad()
         self.step, self.tokens = self.step + 1, self.tokens + ids.numel()
-        return float(loss)
+        return loss.item()
 
     def save(self) -> None:
         """Write what a run goes on from, and the checkpoint."""
