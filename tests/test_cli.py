@@ -232,3 +232,32 @@ def test_a_megabyte_that_is_pasted_is_refused_and_the_chat_goes_on() -> None:
     first, second = done.stdout.splitlines()
     assert "max_seq_len is 4096" in first
     assert second.startswith("Hello! Do you want")
+
+
+def generate(*options: str, stdin: str = "") -> str:
+    words = ["generate", "--noverbose", "--temperature", "0", "--max_gen_len", "5", *options]
+    done = run([sys.executable, "-m", "llama", *words, "--dtype", "float32"], stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate_continues_a_prompt_from_an_option_or_standard_input(llama: Llama) -> None:
+    (answer,) = llama.text_completion(["Once upon"], temperature=0, max_gen_len=5)
+    expected = f"Once upon{answer['generation']}\n"
+    assert generate("--prompt", "Once upon") == expected
+    assert generate("--prompt", "-", stdin="Once upon") == expected
+
+
+def test_generate_skips_the_answers_that_a_file_holds(llama: Llama, tmp_path: Path) -> None:
+    prompts = [f"Number {i}" for i in range(3)]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    options = ["--file", str(tmp_path / "prompts"), "--out", str(tmp_path / "answers")]
+    generate(*options)
+    whole = (tmp_path / "answers").read_text()
+    answers = llama.text_completion(prompts, temperature=0, max_gen_len=5)
+    found = [json.loads(line) for line in whole.splitlines()]
+    assert [line["prompt"] for line in found] == prompts
+    assert [line["generation"] for line in found] == [a["generation"] for a in answers]
+    (tmp_path / "answers").write_text(whole.partition("\n")[0] + "\n")
+    generate(*options)
+    assert (tmp_path / "answers").read_text() == whole
