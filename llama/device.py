@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -99,3 +100,9 @@ def _number(word: str, file: Path) -> int:
     """The number after `word` in a file of /proc or /sys."""
     lines = (line.split() for line in file.read_text().splitlines())
     return next(int(line[1]) for line in lines if line[0] == word)
+
+
+def trim_memory() -> None:
+    """Give freed memory back to the system, where the C library keeps it (glibc)."""
+    if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from llama.chat import ChatFormat, Llama2Format
 from llama.detokenizer import Detokenizer
+from llama.device import trim_memory
 from llama.engine import Engine
 from llama.errors import LlamaError, require
 from llama.model import Transformer
@@ -83,6 +84,7 @@ class Session:
             self.engine.shut_down(LlamaError(_CLOSED))
             if self._runtime is not None:
                 groups.teardown(self._runtime)
+        trim_memory()
 
     # The cache, between two steps.
 

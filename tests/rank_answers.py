@@ -142,6 +142,7 @@ def sent_per_step(llama: Llama, rows: int) -> list[int]:
     """Bytes gathered, summed and broadcast by one more decode step of `rows` rows."""
     totals = []
     for n in (2, 3):
+        llama.reset()  # so that the rows lie side by side, and no other is computed
         with Sent() as sent:
             llama.generate([[1]] * rows, n, temperature=0)
         totals.append((sent.gathered_bytes, sent.summed_bytes, sent.broadcast_bytes))
