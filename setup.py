@@ -9,7 +9,16 @@ gguf = ["gguf", *hf]
 serve = ["fastapi", "uvicorn", "prometheus_client"]
 chat = ["prompt_toolkit"]
 lint = ["ruff", "mypy"]
-test = ["pytest", "pytest-cov", "coverage>=7.10", "hypothesis", "httpx", "transformers", "peft", "protobuf"]
+test = [
+    "pytest",
+    "pytest-cov",
+    "coverage>=7.10",
+    "hypothesis",
+    "httpx",
+    "transformers",
+    "peft",
+    "protobuf",
+]
 test += [*lint, *plot, *gguf, *serve, *chat]
 
 setup(
