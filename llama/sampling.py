@@ -71,6 +71,11 @@ class SamplingParams:
                 not isinstance(getattr(self, name), (str, bytes)),
                 f"{name} is {getattr(self, name)!r:.80}: pass a list",
             )
+        for token, bias in self.logit_bias.items():
+            require(
+                bias < math.inf,
+                f"logit_bias {bias!r:.40} of token {token}: it must be a number or -inf",
+            )
         for i, text in enumerate(self.stop or ()):
             require(
                 isinstance(text, str) and text != "",

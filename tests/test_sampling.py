@@ -306,3 +306,10 @@ def test_logprobs_are_those_of_log_softmax() -> None:
     tokens = torch.randint(0, 50, (2, 3))
     expected = torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(token_logprobs(logits, tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [math.inf, math.nan])
+def test_a_logit_bias_that_leaves_nothing_to_draw_is_refused(bias: float) -> None:
+    with pytest.raises(LlamaError, match="of token 5: it must be a number or -inf"):
+        SamplingParams(logit_bias={5: bias})
+    SamplingParams(logit_bias={5: -math.inf})  # forbids the token
